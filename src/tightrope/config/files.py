@@ -146,7 +146,7 @@ def records_beside(config: object) -> list[Record]:
             folder that it was loaded from.
 
     Raises:
-        ValueError: the record is not one.
+        ValueError: the record is not one, or only some shards were converted.
     """
     where = (
         config if isinstance(config, str | os.PathLike) else getattr(config, "name_or_path", None)
@@ -157,22 +157,57 @@ def records_beside(config: object) -> list[Record]:
     folder = path if path.is_dir() else path.parent
     if not (path.is_dir() or path.name in NAMES):
         return []
-    found = [one for file in sorted(folder.glob("model*.safetensors")) for one in _in_weights(file)]
+    shards = {file: _in_weights(file) for file in sorted(folder.glob("model*.safetensors"))}
+    _check_shards(shards)
+    found = [one for records in shards.values() for one in records]
     if (folder / RECORD).is_file():
         found += Record.listed(_json(folder / RECORD).get("conversions"), RECORD)
     return found
 
 
-def _in_weights(path: Path) -> list[Record]:
-    """Return the conversions in the metadata of a file, which may be damaged or a stand-in for one."""
+def _check_shards(shards: Mapping[Path, list[Record]]) -> None:
+    """Refuse shards of which only some were converted, as one pairing would be read for all of them."""
+    records = [record for each in shards.values() for record in each]
+    known = {name for record in records for name in record.tensors | record.left}
+    alike = {_numbered(name) for name in known}
+    for path in [path for path, each in shards.items() if records and not each]:
+        names = sorted(_parsed(_header_of(path)).keys() - known)
+        if rest := [name for name in names if _numbered(name) in alike]:
+            fail(
+                f"all shards must have one pairing but {records[0].where} was converted and {path.name} was not "
+                f"({rest[0]}): convert the whole folder, or pass interleaved="
+            )
+
+
+def _numbered(name: str) -> str:
+    """Return the name of a tensor with * in place of each number."""
+    return re.sub(r"\d+", "*", name)
+
+
+def _header_of(path: Path) -> bytes:
+    """Return the header of a file of weights, or nothing if it cannot be read."""
     try:
         with path.open("rb") as file:
-            header = file.read(min(int.from_bytes(file.read(8), "little"), _LARGEST))
-        if b"tightrope." not in header:
-            return []
-        return Record.in_metadata(json.loads(header).get("__metadata__") or {}, path.name)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+            return file.read(min(int.from_bytes(file.read(8), "little"), _LARGEST))
+    except OSError:
+        return b""
+
+
+def _parsed(header: bytes) -> dict[str, Any]:
+    """Return what a header holds; nothing for a file that is damaged, or a stand-in for one."""
+    try:
+        values = json.loads(header)
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _in_weights(path: Path) -> list[Record]:
+    """Return the conversions in the metadata of a file."""
+    header = _header_of(path)
+    if b"tightrope." not in header:
         return []
+    return Record.in_metadata(_parsed(header).get("__metadata__") or {}, path.name)
 
 
 def url_in(path: Path) -> str | None:

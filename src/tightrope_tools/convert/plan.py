@@ -199,12 +199,11 @@ def _chosen(found: list[Change], model: Model) -> list[Change]:
 def _moves(one: Change, spec: RopeSpec, model: Model, rows: int) -> bool:
     """Return True if rows of a tensor of a projection with ``rows`` rows move; refuse what is not known."""
     entry, suffix = one.entry, one.suffix
-    if _STAYS.fullmatch(suffix):
+    single = entry.numel == 1 and not _ROWS.fullmatch(suffix)  # such as k_scale
+    if _STAYS.fullmatch(suffix) or single:
         return False
     before = "if the checkpoint is quantised, convert it before that"
     if _SCALE.fullmatch(suffix):
-        if entry.numel == 1:
-            return False
         if len(entry.shape) == 2 and entry.shape[1] != 1:
             _check_blocks(one, spec, model, rows)
             return False
@@ -259,7 +258,9 @@ def _heads(
     if rows != len(order) * width:
         counts = " + ".join(str(order.count(kind)) for kind in "qkvg" if kind in order)
         total = f"{counts} heads of {width} = {len(order) * width}"
-        fail(f"{name} must have {total} rows but has {rows}")
+        part = f": merge the {len(order) * width // rows} ranks' parts first, if it is one of them"
+        is_part = rows > 0 and len(order) * width % rows == 0
+        fail(f"{name} must have {total} rows but has {rows}{part * is_part}")
     queries, keys = (
         tuple(n * width + start for n, kind in enumerate(order) if kind == side) for side in "qk"
     )

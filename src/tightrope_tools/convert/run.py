@@ -244,7 +244,9 @@ def _conversion(
         call = _call(found, target, model, interleaved)
         whole = f"{section_of(model)} of the result" if model.at else "the result"
         what = "those that changed" if left else whole
-        notes.append(f"{lacks}: rotate {what} by {call}, which pairs {other}")
+        notes.append(
+            f"{lacks}: rotate {what} by {call}, which pairs {other}; in transformers as docs/convert.md shows"
+        )
     if plan.still:
         notes.append(f"layers without RoPE stay as they are: {', '.join(map(str, plan.still))}")
     return Conversion(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,20 @@ def test_records_of_some_of_the_tensors(tmp_path: Path) -> None:
         detect(source)
 
 
+def test_shards_of_which_one_was_converted(tmp_path: Path) -> None:
+    """No pairing is read for all of them, and none is converted, until the user states it."""
+    source = write(tmp_path / "a", llama_tensors(), shards=2)
+    first, _ = sorted(source.glob("*.safetensors"))
+    go(first, "one.safetensors", "interleaved", config=source)
+    mixed = Path(shutil.copytree(source, tmp_path / "mixed"))
+    (mixed / "one.safetensors").replace(mixed / first.name)
+    with pytest.raises(ValueError, match=r"nothing about model\.layers\.0\.self_attn\.k_proj"):
+        go(mixed, "c", "half")
+    with pytest.raises(ValueError, match=r"model-00001.* was converted and model-00002.* was not"):
+        RopeSpec.from_config(mixed)
+    assert RopeSpec.from_config(mixed, interleaved=True).interleaved
+
+
 def test_a_record_about_tensors_that_were_renamed(tmp_path: Path) -> None:
     """Neither the record nor the family states their pairing: the family's would permute them twice."""
     source = write(tmp_path / "a", llama_tensors(), LLAMA)
@@ -297,7 +312,7 @@ def test_the_user_overrides_a_record(tmp_path: Path) -> None:
     done = go(tmp_path / "b", "c", "interleaved", source="half")
     assert RECORD in done.files
     call = f'RopeSpec.from_config("{tmp_path / "c"}", interleaved=True)'
-    assert done.notes[0].endswith(f"rotate the result by {call}, which pairs neighbours")
+    assert f"rotate the result by {call}, which pairs neighbours; " in done.notes[0]
     assert detect(tmp_path / "c").stated == "interleaved"
     for out, stated in (("d", {}), ("e", {"source": "interleaved"})):
         done = go(tmp_path / "b", out, "half", **stated)
