@@ -98,7 +98,8 @@ lint: $(TOOLS)
 # With --quiet, mkdocs does not count warnings, and dead links pass --strict.
 check: lint $(READY)
 	$(BIN)/codespell . .ci/*
-	$(BIN)/python -m pytest --doctest-modules src/tightrope src/tightrope_tools $(DOCUMENTS) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+		--doctest-modules src/tightrope src/tightrope_tools $(DOCUMENTS) \
 		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
