@@ -485,14 +485,24 @@ def unread_by(operator: Callable[..., Any], arguments: list[Any]) -> torch.Tenso
     return None
 
 
-def freed_storages(of: Callable[[Draw], Call], seeds: int) -> Iterator[Callable[[], object]]:
-    """Yield calls in which the storage of one tensor was freed; assert after each that no other has changed."""
+def freed_storages(
+    of: Callable[[Draw], Call], seeds: int, tamed: bool = False
+) -> Iterator[Callable[[], object]]:
+    """Yield calls in which the storage of one tensor was freed; assert after each that no other has changed.
+
+    Args:
+        of: draws a call.
+        seeds: the number of calls.
+        tamed: whether all tensors are contiguous, at the start of their storages.
+    """
     for seed in range(seeds):
         try:
             operator, arguments, _ = of(Draw(seed))
-            operator(*[tame(one) for one in arguments])
+            plain = [tame(one) for one in arguments]
+            operator(*plain)
         except RuntimeError:
             continue
+        arguments = plain if tamed else arguments
         others = tensors_of(arguments)
         if any(x.numel() == 0 or x.numel() > FEW for x in others):
             continue
