@@ -145,9 +145,8 @@ def check_keys_and_values(
         assert_written(got, of_q.contiguous(), case)
         # q may be its own out.
         out = q.clone() if number % 4 == 0 else sevens(q.shape, q, number // 3)
-        q = out if number % 4 == 0 else q
-        right = copied(out)
-        assert own.on(write_kv, q, k, v, *rope, cache=(cache, v_cache), out=out, **into) is out
+        given, right = out if number % 4 == 0 else q, copied(out)
+        assert own.on(write_kv, given, k, v, *rope, cache=(cache, v_cache), out=out, **into) is out
         right.copy_(got)
         assert_written(out, right, case)
     if v_cache is not None:
@@ -166,7 +165,9 @@ def check_keys_and_values(
         v_cache, _ = own.cache_of(v, eight)
         of_v = own.with_((v.float() / of_values).clamp(-most, most).to(eight), v_cache, letters)
         into["cache_scale"] = of_keys, of_values
-    own.on(write_kv, q, k, v, *rope, cache=(cache, v_cache), **into)
+    got = own.on(write_kv, q, k, v, *rope, cache=(cache, v_cache), **into)
+    if of_q is not None:
+        assert_written(got, of_q.contiguous(), case)
     for found, right in ((cache, expected), (v_cache, of_v)):
         if found is not None:
             assert_same_bits(*(base_of(x).view(torch.uint8) for x in (found, right)))
