@@ -194,3 +194,14 @@ def test_channels_that_do_not_rotate_are_not_read(operator: Operator) -> None:
         x[..., :3] = math.nan
         x[..., -2:] = math.inf
     assert_same_bits(call.run(operator), clean)
+
+
+@every_operator
+def test_threads_change_no_bit(operator: Operator) -> None:
+    """Of a sum that is one number, too; kernel/cpu/test_instruction_sets.py has all calls."""
+    call, results = make(rows=1, heads=(640,), tokens=1, pairs=64), []
+    for threads in (1, 2, 4, 3):
+        torch.set_num_threads(threads)
+        results.append(call.run(operator))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
