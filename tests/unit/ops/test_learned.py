@@ -16,7 +16,7 @@ from tests.support import oracle
 from tests.support.helpers import noise, on
 from tests.support.matrix import both_pairings, every_backend
 from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope import RopeSpec
+from tightrope import RopeSpec, gates
 from tightrope.frequencies import DynamicNTK, Given
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.nn import LrpeRotate1d, RotaryEmbedding
@@ -164,6 +164,25 @@ def test_words_that_are_kept_serve_later_calls_of_every_mode(first: str) -> None
 
 
 # --- gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float64, "float64 ways, higher order"), (torch.float32, "float32 ways")],
+)
+def test_gates_of_q_and_of_k_reach_the_gradients_of_angles(
+    dtype: torch.dtype, tolerance: str
+) -> None:
+    """In float64 the definition runs, as there are gates."""
+    q, k = (noise(2, 2, 5, 8, seed=seed, dtype=dtype) for seed in (0, 1))
+    theta = leaf(3, seed=2)
+    at, own = leaf(5, seed=7), [gates.Exp(noise(8, seed=seed)) for seed in (3, 4)]
+    pair = rotate_qk(q, k, SPEC.at(at, inv_freq=theta), gate=tuple(own))
+    apart = [rotate(x, SPEC.at(at, inv_freq=theta), gate=g) for x, g in zip((q, k), own)]
+    for used in (slice(0, 2), slice(1, 2)):
+        both = [sum(y.pow(3).sum() for y in ys[used]) for ys in (pair, apart)]
+        found, wanted = (torch.autograd.grad(loss, (theta, at), retain_graph=True) for loss in both)
+        assert_near(found, wanted, tolerance)
 
 
 @pytest.mark.parametrize("used", ["q", "k", "both"])
