@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.helpers import noise
 from tests.support.matrix import DISTINCT_SETS, every_dtype, needs_kernel
 from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope import RopeSpec
@@ -18,6 +19,7 @@ from tightrope.functional import (
     rotate_qk,
 )
 from tightrope.ops import schema
+from tightrope.positions import per_head
 
 pytestmark = needs_kernel
 
@@ -30,6 +32,24 @@ def isa(request: pytest.FixtureRequest) -> None:
 
 def same(found: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+@pytest.mark.parametrize("heads", [131, 701])
+def test_threads_divide_heads(heads: int, threads: int) -> None:
+    """Of one or two tokens, also where their number does not divide that of the heads: no head is lost."""
+    spec = RopeSpec(512)
+    for tokens, rows, kind in itertools.product((1, 2), (1, 3), ("shared", "per head", "silu")):
+        q = noise(rows, heads, tokens, 512, dtype=torch.float32)
+        own = per_head(torch.arange(heads * tokens).view(heads, tokens))
+        where = own if kind == "per head" else 5
+        options: dict[str, Any] = {"act": "silu" if kind == "silu" else None}
+        torch.set_num_threads(1)
+        want = rotate(q, spec, where, **options)
+        torch.set_num_threads(threads)
+        out = torch.full_like(q, torch.nan)
+        rotate(q, spec, where, out=out, **options)
+        assert_same_bits(out, want)
 
 
 # --- kept angles ----------------------------------------------------------------------------------
