@@ -66,6 +66,9 @@ def test_destinations_agree(case: Mapping[str, Any]) -> None:
     ):
         other = Call({**case, "verb": verb})
         assert_each(check, other(**base.leaves), wanted)
+    if both:
+        alone = {name: x for name, x in base.leaves.items() if name != "k"}
+        check(Call({**case, "verb": "rotate"})(**alone)[0], wanted[0])
     beside = {**case, "verb": "rotate_qk"}
     if not both and allowed(beside):
         check(Call(beside)(**base.leaves)[0], wanted[0])
@@ -122,7 +125,7 @@ def test_layouts_and_strides_agree(case: Mapping[str, Any]) -> None:
 @needs_kernel
 @every_case
 def test_the_kernel_is_near_the_definition(case: Mapping[str, Any]) -> None:
-    """With the gradients of q and k."""
+    """With the gradients of q and k; those of the results stay as they are."""
     found = []
     for backend in ("cpu", "reference"):
         call = Call({**case, "backend": backend})
@@ -131,7 +134,10 @@ def test_the_kernel_is_near_the_definition(case: Mapping[str, Any]) -> None:
         xs = [name for name in leaves if name in "qk"]
         grads = [noise(*y.shape, seed=9).to(y.dtype) for y in ys]
         found.append([*ys, *torch.autograd.grad(ys, [leaves[name] for name in xs], grads)])
+        assert_each(torch.equal, grads, [noise(*y.shape, seed=9).to(y.dtype) for y in ys])
     assert_each(near, *found)
+    if case["rounding"] != "once" and case["dtype"].itemsize == 2:
+        assert_same_bits(*(each[: len(ys)] for each in found))
 
 
 @every_case
@@ -150,14 +156,17 @@ def gradients(call: Call, run: Callable[..., Any] | None = None) -> list[torch.T
     return [*ys, *torch.autograd.grad(loss, list(learned.values()))]
 
 
+EXTRAS = "weight", "gate", "inv_freq"
+
+
 @pytest.mark.parametrize("make", [negated, Wrapper])
 @every_case
-def test_weights_and_gates_are_taken_as_the_numbers_that_they_are(
+def test_what_learns_is_taken_as_the_numbers_that_it_is(
     case: Mapping[str, Any], make: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """The dispatcher inspects tensors in a list only if the list is not optional: a kernel would read others' memory."""
     call = Call(case)
-    others = {name: make(x) for name, x in call.leaves.items() if name in ("weight", "gate")}
+    others = {name: make(x) for name, x in call.leaves.items() if name in EXTRAS}
     if others:
         assert_each(near, call(**others), call())
     if others and make is negated:

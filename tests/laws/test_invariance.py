@@ -5,9 +5,7 @@ tests/kernel/cpu/test_instruction_sets.py runs this file again with each instruc
 
 import itertools
 import multiprocessing
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from tests.support.matrix import DTYPES, both_pairings, every_backend, every_dty
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.backends import use
-from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.functional import rotate, rotate_
 from tightrope.ops.schema import Options
 
 # Every remainder modulo 4, 8 and 16 (the numbers of pairs in a SIMD vector), with and without full vectors.
@@ -45,44 +43,6 @@ def cancelling(x: torch.Tensor, spec: RopeSpec, offset: int) -> torch.Tensor:
 
 
 # --- threads and processes ------------------------------------------------------------------------
-
-
-def assert_same_for_threads(run: Callable[[], Any]) -> None:
-    found = []
-    for threads in (1, 2, 4, 3):
-        torch.set_num_threads(threads)
-        found.append(run())
-    for other in found[1:]:
-        assert_same_bits(other, found[0])
-
-
-@pytest.mark.one_in(3)
-@every_way
-def test_any_number_of_threads(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    """x is large enough for four threads."""
-    spec = RopeSpec(98, rotary_dim=90, start=2, interleaved=interleaved)
-    x = noise(2, 6, 667, 98, dtype=dtype)
-    ids = torch.randint(-(2**31), 2**31, (2, 667), generator=torch.Generator().manual_seed(1))
-    turn = partial(on, backend, rotate, x, spec)
-    assert_same_for_threads(lambda: [turn(131072), turn(ids)])
-    assert_same_for_threads(lambda: on(backend, rotate_, x.clone(), spec, 131072))
-
-
-@every_dtype
-@every_backend
-def test_gradients_with_any_number_of_threads(backend: str, dtype: torch.dtype) -> None:
-    """Those of positions are sums, whose order must not depend on the number of threads."""
-    x = noise(1, 6, 667, 64, dtype=dtype).requires_grad_()
-    cotangent = noise(1, 6, 667, 64, dtype=dtype, seed=1)
-    for shape in ((667,), (1,)):
-        ids = noise(*shape, seed=2).requires_grad_()
-        where = ids * 1000 if shape == (667,) else positions.per_row(ids * 1000)
-
-        def run(ids: torch.Tensor = ids, where: Any = where) -> Any:
-            y = on(backend, rotate, x, RopeSpec(64), where)
-            return torch.autograd.grad(y, (x, ids), cotangent, retain_graph=True)
-
-        assert_same_for_threads(run)
 
 
 @every_backend
@@ -171,29 +131,6 @@ def test_token_by_token_or_all_at_once(
         where = positions.per_row(torch.full((2,), offset + t))
         on(backend, rotate_, decoded[:, :, t : t + 1], spec, where)
     assert_same_bits(decoded, prefill)
-
-
-@every_way
-def test_q_alone_or_with_k(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
-    spec = RopeSpec(58, interleaved=interleaved)
-    fused = noise(2, 37, 4 + 2 + 2, 58, dtype=dtype)
-    q, k = fused[:, :, :4], fused[:, :, 4:6]
-
-    def call(verb: Callable[..., Any], *xs: torch.Tensor | None) -> Any:
-        return on(backend, verb, *xs, spec, 5, layout="bshd")
-
-    wanted = [call(rotate, x) for x in (q, k)]
-    copy = q.clone()
-    for alone in (call(rotate_qk, q, None), call(rotate_qk_, copy, None)):
-        assert alone[1] is None
-        assert_same_bits(alone[0], wanted[0])
-    assert alone[0] is copy
-    assert_same_bits(call(rotate_qk, q, k), wanted)
-    assert_same_bits(call(rotate_qk, k, q)[::-1], wanted)
-    pair = call(rotate_qk_, q, k)
-    assert pair[0] is q
-    assert pair[1] is k
-    assert_same_bits(pair, wanted)
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tests.support.matrix import every_pair
 from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
-from tightrope.functional import rotate, rotate_, rotate_qk
+from tightrope.functional import rotate, rotate_
 from tightrope.integrations import onnx
 
 SPEC = RopeSpec(8, rotary_dim=6, start=1, base=50.0)
@@ -27,11 +27,9 @@ def by(verb: str, backend: str | None = None, **options: Any) -> Call:
     """Return a function that rotates by a verb and leaves its argument unchanged."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        if verb == "new":
-            return on(backend, rotate, x, SPEC, 3, **options)
-        if verb == "in place":
-            return on(backend, rotate_, x.clone(), SPEC, 3, **options)
-        return on(backend, rotate, x, SPEC, 3, out=torch.empty_like(x), **options)
+        out = {"out": torch.empty_like(x)} if verb == "out" else {}
+        turn, x = (rotate_, x.clone()) if verb == "in place" else (rotate, x)
+        return on(backend, turn, x, SPEC, 3, **out, **options)
 
     return call
 
@@ -113,18 +111,3 @@ def test_a_gradient_that_would_be_lost_is_refused(mode: str) -> None:
     error = torch._dynamo.exc.Unsupported if "compiled" in mode else ValueError
     with pytest.raises(error, match="out has no gradient" if error is ValueError else None):
         MODES[mode](by("out"), X.clone())
-
-
-@pytest.mark.parametrize("mode", ["eager", "vmap", "functionalize", "compiled"])
-def test_two_kinds_of_f_go_into_given_tensors(mode: str) -> None:
-    """Such a call is two calls of the operator."""
-
-    def call(q: torch.Tensor) -> torch.Tensor:
-        k = 2 * q[:, :2]
-        outs = torch.empty_like(q), torch.empty_like(k)
-        y, z = rotate_qk(q, k, SPEC, act=("silu", "relu"), out=outs)
-        return torch.cat((y, z), -3)
-
-    x = X.float()
-    wanted = torch.cat((rotate(x, SPEC, act="silu"), rotate(2 * x[:, :2], SPEC, act="relu")), -3)
-    assert_near(MODES[mode](call, x), wanted, "float32 ways")

@@ -291,6 +291,8 @@ class Call:
             made = phases.given(given["phases"])
             if case["phases"] == "running":
                 made = phases.running(given["phases"], reset=torch.arange(TOKENS) == 2)
+            elif case["phases"] == "given" and "k" in given:
+                made = made, phases.given(-given["phases"])
             stated["phases"] = made
         if case["rounding"] != "once":
             stated["rounding"] = case["rounding"]
@@ -298,12 +300,18 @@ class Call:
         if stated or case["frequencies"] == "prepared":
             rope = (self.spec.at(where, device=given["q"].device, **stated),)
         options: dict[str, Any] = {name: case[name] for name in ("layout", "inverse")}
+        xs = [given[name] for name in ("q", "k") if name in given]
         if case["act"] != "none":
             norm = RMSNorm(given["weight"], 1e-3) if "weight" in given else None
             options["act"] = norm or case["act"]
+            if case["act"] in ELEMENTWISE and len(xs) == 2 and case["interleaved"]:
+                options["act"] = case["act"], "relu"  # two kinds of f are two calls of the operator
+            if norm and len(xs) == 2:
+                options["act"] = norm, RMSNorm(-given["weight"], 1e-3)
         if case["gate"] != "none":
-            options["gate"] = self._gate(given.get("gate"))
-        xs = [given[name] for name in ("q", "k") if name in given]
+            options["gate"] = gate = self._gate(given.get("gate"))
+            if case["gate"] == "exp" and len(xs) == 2:
+                options["gate"] = gate, gates.Exp(-given["gate"])
         if len(xs) == 2 and (
             "per head" in case["frequencies"] + case["gate"] + case["act"]
             or case["positions"] in OF_HEADS

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -460,3 +461,54 @@ def holds(call: Call) -> bool:
     for x in tensors:
         assert_same_bits(memory_of(x), kept[id(x)])
     return taken
+
+
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose storage was freed; its address is 0, or a small number if it has an offset."""
+    copy = memory_of(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+def replaced(arguments: list[Any], old: torch.Tensor, new: torch.Tensor) -> list[Any]:
+    lists = [replaced(one, old, new) if isinstance(one, list) else one for one in arguments]
+    return [new if one is old else one for one in lists]
+
+
+def unread_by(operator: Callable[..., Any], arguments: list[Any]) -> torch.Tensor | None:
+    """Return the tensor of a call that its kernel does not read, if there is one."""
+    if operator is schema.gate_gradients:  # only slopes are multiplied by positions
+        return arguments[6] if schema.options_of(arguments[8]).gate == schema.LOG else None
+    if operator in (schema.rotate_extras, schema.rotate_extras_, schema.rotate_extras_into):
+        *_, options, _, extras, _ = arguments
+        return extras[0] if schema.options_of(options).learned else None  # only autograd reads it
+    return None
+
+
+def freed_storages(
+    of: Callable[[Draw], Call], seeds: int, tamed: bool = False
+) -> Iterator[Callable[[], object]]:
+    """Yield calls in which the storage of one tensor was freed; assert after each that no other has changed.
+
+    Args:
+        of: draws a call.
+        seeds: the number of calls.
+        tamed: whether all tensors are contiguous, at the start of their storages.
+    """
+    for seed in range(seeds):
+        try:
+            operator, arguments, _ = of(Draw(seed))
+            plain = [tame(one) for one in arguments]
+            operator(*plain)
+        except RuntimeError:
+            continue
+        arguments = plain if tamed else arguments
+        others = tensors_of(arguments)
+        if any(x.numel() == 0 or x.numel() > FEW for x in others):
+            continue
+        unread = unread_by(operator, arguments)
+        for x in [one for one in others if one is not unread]:
+            kept = {id(one): memory_of(one).clone() for one in others}
+            yield partial(operator, *replaced(arguments, x, freed(x)))
+            for one in others:
+                assert_same_bits(memory_of(one), kept[id(one)])

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from tightrope.activations import ACTS
+from tightrope.ops import schema
+
 _TENSOR = re.compile(r"(meta |learned |)(bool|u?int\d+|b?float\w+|complex\d+)\[([\d, ]*)\]")
 
 
@@ -35,3 +38,12 @@ def value_of(written: Any, makers: Mapping[str, Callable[[Any], Any]]) -> Any:
     if isinstance(written, list):
         return [value_of(one, makers) for one in written]
     return written
+
+
+def options_of(written: Mapping[str, Any] | int, **fields: Any) -> int:
+    """Return the packed options that a row has beside others; words name codes."""
+    if isinstance(written, int):
+        return written
+    names = {name: number for number, name in enumerate(ACTS)} | vars(schema)
+    given = {key: names.get(value, value) for key, value in written.items()}
+    return schema.Options(**fields | given).pack()

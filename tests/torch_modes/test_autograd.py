@@ -68,15 +68,6 @@ def test_a_change_before_the_backward_pass_is_an_error(which: str) -> None:
         y.sum().backward()
 
 
-def test_backward_does_not_change_the_incoming_gradient() -> None:
-    x = noise(2, 3, 5, 8).requires_grad_()
-    grad = noise(2, 3, 5, 8, seed=1)
-    kept = grad.clone()
-    rotate(x, RopeSpec(8), 2).backward(grad)
-    rotate_(x * 1, RopeSpec(8), 2).backward(grad)
-    assert torch.equal(grad, kept)
-
-
 def test_what_is_written_loses_an_old_tangent() -> None:
     """The written tensor has the tangent of x, also where x has none but the tensor had one before."""
     x, old = noise(2, 3, 5, 8), noise(2, 3, 5, 8, seed=1)

@@ -25,13 +25,13 @@ from tests.support.helpers import Watcher, noise, refused
 from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK, LongRoPE
-from tightrope.functional import apply_rotary_pos_emb, lrpe_rotate_1d, rotate, rotate_qk_
+from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_qk_
 from tightrope.gates import XPos
 from tightrope.spec import _lengths, _prepared, _words
 
 LENGTH = 100
 X, OTHERS = (noise(2, 3, LENGTH, 16, seed=seed, dtype=torch.float32) for seed in (0, 1))
-IDS = torch.arange(LENGTH)
+IDS, LENGTHS = torch.arange(LENGTH), torch.tensor([100, 200])
 COS, SIN = (function(noise(LENGTH, 8, dtype=torch.float32)) for function in (torch.cos, torch.sin))
 WIDE = torch.cat((COS, COS), 1), torch.cat((SIN, SIN), 1)
 BY_LENGTH = {
@@ -43,6 +43,27 @@ WATCHING: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "selective checkpointing": lambda: saving("")()[0],
     "any other": Watcher,
 }
+
+
+def by_value(name: str, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
+    """Return a prepared rotation whose ids or lengths are these, on their device."""
+    spec = BY_LENGTH["dynamic NTK" if "NTK" in name else "LongRoPE"]
+    if "stack" in name:
+        return RopeSpec(16).at(ids, stack="transformers")
+    if name in ("plain", "fractional"):
+        return RopeSpec(16).at(ids[0])
+    if name == "ids of the CPU":
+        return RopeSpec(16).at(IDS, device=ids.device)
+    if "offset" in name:
+        return spec.at(-3, device=ids.device)
+    if "per row" in name:
+        return spec.at(positions.per_row(ids[:, 0]))
+    return spec.at(ids, seq_len=lengths if "lengths" in name else None)
+
+
+VALUES = [f"{rule}, {kind}" for rule in BY_LENGTH for kind in ("ids", "per row", "lengths")]
+VALUES.append("stack")
+OFFSETS = [f"{rule}, offset" for rule in BY_LENGTH]
 
 
 # --- checks stay on -------------------------------------------------------------------------------
@@ -80,56 +101,28 @@ def test_what_is_refused_is_refused_under_a_watching_mode(name: str, mode: str) 
 # --- a watching mode sees the same operators in every call ------------------------------------------
 
 
-def norm(x: torch.Tensor) -> RMSNorm:
-    return RMSNorm(torch.ones(x.shape[-1]), 1e-6)
-
-
-# What is made once, and a call with it; tests/laws/test_calls.py has those of the generator.
-CALLS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], Any]]] = {
-    "tables": (lambda: WIDE, lambda tables, x: apply_rotary_pos_emb(x, None, *tables)),
-    "lrpe": (
-        lambda: torch.ones(8),
-        lambda theta, x: lrpe_rotate_1d(x.transpose(1, 2), theta).transpose(1, 2),
-    ),
-}
-for name, spec in BY_LENGTH.items():
-    CALLS[f"{name}, offset"] = (lambda spec=spec: spec, lambda spec, x: rotate(x, spec, -3))
-    for where, make in {
-        "prepared": lambda spec: spec.at(-3),
-        "ids": lambda spec: spec.at(IDS),
-        "per row": lambda spec: spec.at(positions.per_row(torch.tensor([-3, -70]))),
-        "seq_len": lambda spec: spec.at(
-            positions.per_row(torch.tensor([3, 70])), seq_len=[103, 200]
-        ),
-    }.items():
-        prepare = lambda spec=spec, make=make: make(spec)  # noqa: E731
-        CALLS[f"{name}, {where}"] = (prepare, lambda rope, x: rotate(x, rope))
-for stack in ("transformers", "meta"):
-    CALLS[stack] = (
-        lambda stack=stack: RopeSpec(16, interleaved=stack == "meta").at(IDS, stack=stack),
-        lambda rope, x: rotate(x, rope),
-    )
-
-
 @pytest.mark.parametrize("learns", [True, False], ids=["grad", "no grad"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*VALUES, *OFFSETS, "tables"])
 def test_selective_checkpointing_gives_the_same_results_and_gradients(
     name: str, policy: str, learns: bool
 ) -> None:
-    """In the backward pass it repeats the forward pass, and takes each saved result by its number."""
-    make, call = CALLS[name]
+    """In the backward pass it repeats the forward pass, and takes each saved result by its number.
 
-    def layer(made: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        found = call(made, x * OTHERS)
-        y = found[0] if isinstance(found, tuple) else found
+    With nothing kept before; tests/laws/test_calls.py has the calls of the generator.
+    """
+
+    def layer(rope: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x = x * OTHERS
+        y = apply_rotary_pos_emb(x, None, *WIDE)[0] if rope is None else rotate(x, rope)
         return (w * y).sin() * y * (w * 2)
 
     options = {"use_reentrant": False, "context_fn": saving(POLICIES[policy])}
     found = []
     for checkpoints in (False, True):
         x, w = X.clone().requires_grad_(learns), OTHERS.clone().requires_grad_()
-        arguments = make(), x, w  # a call with nothing kept
+        rope = None if name == "tables" else by_value(name, IDS.repeat(2, 1), LENGTHS)
+        arguments = rope, x, w
         loss = checkpoint(layer, *arguments, **options) if checkpoints else layer(*arguments)
         loss.sum().backward()
         found.append((loss, w.grad, x.grad))
@@ -148,19 +141,13 @@ def test_results_written_to_out_are_there_in_a_repeated_pass() -> None:
     assert torch.equal(w.grad, 2 * w * rotate(X, RopeSpec(16), 5))  # type: ignore[arg-type]
 
 
-COMPILED: dict[str, Callable[[], Any]] = {
-    **{name: lambda spec=spec: spec.at(IDS) for name, spec in BY_LENGTH.items()},
-    "stack": lambda: RopeSpec(16).at(IDS, stack="transformers"),
-    "plain": lambda: RopeSpec(16).at(IDS),
-}
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("first", ["outside", "inside"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ["dynamic NTK, ids", "LongRoPE, ids", "stack", "plain"])
 def test_compiled_code_under_a_watching_mode(name: str, first: str) -> None:
     """Dynamo runs such code as it is; it must not compile what runs without the mode inside."""
-    rope, gate = COMPILED[name](), None if name == "stack" else XPos(4, 8.0)
+    rope = by_value(name, IDS.repeat(2, 1), LENGTHS)
+    gate = None if name == "stack" else XPos(4, 8.0)
     compiled = torch.compile(lambda x: rotate(x, rope, gate=gate), backend="aot_eager")
     if first == "outside":
         compiled(X)
@@ -192,7 +179,9 @@ class Fails(TorchDispatchMode):
 ROTATIONS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     "rotate": lambda x, spec: rotate(x, spec),
     "rotate_qk_": lambda x, spec: rotate_qk_(x, x.clone(), spec),
-    "rotate_qk_, norm": lambda x, spec: rotate_qk_(x, x.clone(), spec, act=norm(x)),
+    "rotate_qk_, norm": lambda x, spec: rotate_qk_(
+        x, x.clone(), spec, act=RMSNorm(torch.ones(16), 1e-6)
+    ),
     "out": lambda x, spec: rotate(x, spec, out=torch.empty_like(x)),
     "tables": lambda x, _: apply_rotary_pos_emb(x, None, COS, SIN, tables="half"),
 }
@@ -218,33 +207,12 @@ def test_an_error_after_the_kernel_wrote_reaches_the_caller(
 # --- evaluation before training ---------------------------------------------------------------------
 
 
-def by_value(name: str, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
-    """Return a prepared rotation whose ids or lengths are these, on their device."""
-    spec = BY_LENGTH["dynamic NTK" if "NTK" in name else "LongRoPE"]
-    if "stack" in name:
-        return RopeSpec(16).at(ids, stack="transformers")
-    if name in ("plain", "fractional"):
-        return RopeSpec(16).at(ids[0])
-    if name == "ids of the CPU":
-        return RopeSpec(16).at(IDS, device=ids.device)
-    if "offset" in name:
-        return spec.at(-3, device=ids.device)
-    if "per row" in name:
-        return spec.at(positions.per_row(ids[:, 0]))
-    return spec.at(ids, seq_len=lengths if "lengths" in name else None)
-
-
-VALUES = [f"{rule}, {kind}" for rule in BY_LENGTH for kind in ("ids", "per row", "lengths")]
-VALUES.append("stack")
-MORE = ["plain", "fractional", "ids of the CPU", *(f"{rule}, offset" for rule in BY_LENGTH)]
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("name", [*VALUES, *MORE])
+@pytest.mark.parametrize("name", [*VALUES, *OFFSETS, "plain", "fractional", "ids of the CPU"])
 def test_evaluation_before_training(name: str, device: str) -> None:
     x, ids = X.to(device), IDS.repeat(2, 1).to(device)
     ids = ids / 2 if name == "fractional" else ids
-    lengths = torch.tensor([100, 200]).to(device)
+    lengths = LENGTHS.to(device)
     ways = itertools.product((False, True), (False, True), (None, XPos(centre=3)))
     for prepares_in_evaluation, watch, gate in ways:
         if gate is not None and name == "stack":

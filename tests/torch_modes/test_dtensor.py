@@ -39,9 +39,7 @@ from tightrope.frequencies import DynamicNTK, Given
 from tightrope.functional import (
     PolarState,
     apply_rotary_pos_emb,
-    apply_rotary_pos_emb_,
     lrpe_rotate_1d,
-    lrpe_rotate_1d_,
     polar_scan,
     rerotate,
     rotary_apply,
@@ -111,17 +109,6 @@ def lrpe(function: Callable[..., Any], *only: str, **others: tuple[torch.Tensor,
     return Case(function, HEADS_LAST, others, (), only or AXES)
 
 
-def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rotate in place: a leaf that requires grad would be refused."""
-
-    def call(**tensors: Any) -> list[Any]:
-        xs = {name: x * 1 if x.requires_grad else x for name, x in tensors.items() if name in "xqk"}
-        function(**{**tensors, **xs})
-        return list(xs.values())
-
-    return call
-
-
 def by_ids(q: Any, k: Any, ids: Any) -> Any:
     return rotate_qk(q, k, SPEC, ids)
 
@@ -156,14 +143,7 @@ CASES = {
     "length from positions": two(lambda q, k: rotate_qk(q, k, EARLY, -7)),
     "length from ids": two(lambda q, k: rotate_qk(q, k, EARLY, WHOLE)),
     "spec with heads": one(lambda x: rotate(x, WITH_HEADS)),
-    "given": one(
-        lambda x, g: rotate(x, SPEC, gate=gates.Given(g)), g=(0.1 * noise(3, 13, 6, 16), BSHD)
-    ),
     "a stack by length": Case(lambda q, k: rotate_qk(q, k, EARLY.at(stack="transformers")), NARROW),
-    "strides": Case(
-        lambda q, k: rotate_qk(q, k, SPEC, layout="bshd"),
-        {"q": (Q.transpose(1, 2), BSHD), "k": (K.transpose(1, 2), BSHD)},
-    ),
     "lrpe, θ of heads": lrpe(
         lrpe_rotate_1d, theta=(noise(6, seed=4), OF_HEADS), offset=(IDS[:, 0], {"row": 0})
     ),
@@ -173,10 +153,6 @@ CASES = {
     ),
     "lrpe, softmax of tokens": lrpe(
         lambda x: lrpe_rotate_1d(x, noise(8, seed=4), act="softmax", dim=1), "row", "head"
-    ),
-    "lrpe in place": lrpe(
-        in_place(lambda x, theta: lrpe_rotate_1d_(x, theta, 5)),
-        theta=(noise(6, 8, seed=4), OF_HEADS),
     ),
     "tables": two(
         lambda q, k, cos, sin: apply_rotary_pos_emb(q, k, cos, sin, tables="half"),
@@ -196,10 +172,6 @@ CASES = {
         ),
         **tables({}, 50, 8),
         ids=(IDS % 50, OF_BOTH),
-    ),
-    "tables in place": two(
-        in_place(lambda q, k, cos, sin: apply_rotary_pos_emb_(q, k, cos, sin, tables="half")),
-        **tables(OF_BOTH, 3, 13, 7),
     ),
     "rotary_apply": one(rotary_apply, **tables({"row": 0, "token": 2}, 3, 1, 13, 8)),
     "rotary_pos_embedding": one(lambda x: rotary_pos_embedding(x)),

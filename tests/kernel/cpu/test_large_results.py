@@ -13,6 +13,7 @@ import pytest
 
 import tightrope
 from tests.support.command import python
+from tests.support.helpers import ROOT
 from tests.support.matrix import needs_kernel
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -48,7 +49,7 @@ print(json.dumps([seen, sums]))
 
 
 def run(program: str, *arguments: str, **environment: str) -> Any:
-    done = python("-c", program, *arguments, **environment)
+    done = python("-c", program, *arguments, cwd=ROOT, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -102,45 +103,30 @@ def test_the_advice_does_not_outlive_a_result() -> None:
     assert run(REUSED, **heap) == [0, 0, 0]
 
 
-# Prints hashes of results, of results in the caller's tensors and in slots of a cache, and of gradients, with and
-# without gaps between heads, channels or tokens, for slices that begin on a line of the cache and off it.
+# Prints hashes of results, also in slots of a cache, and of gradients, with and without gaps between heads, channels or
+# tokens, for slices that begin on a line of the cache and off it.
 STREAMED = """
-import hashlib, itertools, json, sys, torch
-from tightrope import RopeSpec
+import hashlib, json, sys, torch
+from tests.support import caches, calls
 from tightrope.backends import cpu
-from tightrope.functional import rotate, rotate_qk, write_kv
+from tightrope.functional import write_kv
 
-def layouts(q, k):
-    yield q, k
-    yield q.mT.contiguous().mT, k  # channels far apart
-    yield [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
-    yield [torch.cat([x, x[..., :9]], -1)[..., : x.shape[-1]] for x in (q, k)]
-
-torch.manual_seed(0)
-sums, slots = {}, torch.randperm(9 * 17)[:74].view(2, 37)
-kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-slices = ((128, 0), (64, 32), (96, 32), (80, 0), (64, 20), (96, 3))
-cases = list(itertools.product(kinds, (False, True), slices, ("once", "each"), range(4)))
+WHOLE, SLICES = ((128, 0), (96, 32), (80, 0)), ((64, 32), (64, 20), (96, 3))
+calls.WIDTH, sums = 128, {}
 for name in cpu.instruction_sets():
     cpu.use_instruction_set(name)
-    for case in cases[:: int(sys.argv[1])]:
-        dtype, adjacent, (rotated, start), rounding, layout = case
-        torch.manual_seed(0)
-        spec = RopeSpec(128, rotary_dim=rotated, start=start, interleaved=adjacent)
-        q, k = torch.randn(2, 3, 37, 128, dtype=dtype), torch.randn(2, 1, 37, 128, dtype=dtype)
-        q, k = list(layouts(q, k))[layout]
-        q = q.detach().requires_grad_()
-        rope = spec.at(rounding=rounding)
-        a, b = rotate_qk(q, k, rope)
-        (grad,) = torch.autograd.grad(a.square().sum(), q)
-        out = torch.full(q.shape, torch.nan, dtype=dtype)
-        rotate(q.detach(), rope, out=out)
-        cache = torch.zeros(9, 3, 17, 128, dtype=dtype)
-        write_kv(None, q.detach(), None, rope, cache=(cache, None), slots=slots)
+    for number in range(0, len(calls.CASES), int(sys.argv[1])):
+        calls.CHANNELS = {"whole": WHOLE[number % 3], "slice": SLICES[number % 3]}
+        case = {**calls.CASES[number], "backend": None}
+        made, own = calls.Call(case).derivatives(), caches.Cached(case, number, "cpu", number)
+        cache, _ = own.cache_of(own.xs[-1])
+        del own.options["inverse"]
+        given = [None, *own.xs][-2:], {"slots": own.given, **own.options}
+        own.on(write_kv, *given[0], None, *own.rope, cache=(cache, None), **given[1])
         seen = hashlib.sha256()
-        for x in (a, b, grad, out, cache):
-            seen.update(x.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        sums[str((name, *case))] = seen.hexdigest()
+        for x in (*made.results, *made.first.values(), caches.base_of(cache)):
+            seen.update(x.detach().flatten().view(torch.uint8).numpy().tobytes())
+        sums[f"{name}, {number}"] = seen.hexdigest()
 print(json.dumps(sums))
 """
 
@@ -178,30 +164,3 @@ def test_streaming_code_ends_with_a_fence() -> None:
         elif "sfence" in line:
             found["fences"].add(isa)
     assert found["fences"] == found["streams"]
-
-
-@needs_kernel
-@pytest.mark.slow
-def test_memory_does_not_grow() -> None:
-    """Results of changing sizes leave no memory behind."""
-    program = """
-import torch
-from tightrope import RopeSpec
-from tightrope.functional import rotate
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
-
-spec, x = RopeSpec(64), torch.randn(1, 4, 60_000, 64)
-sizes = [(37 * i * i) % 28_000 + 32_000 for i in range(60)]
-for size in sizes:  # the allocator keeps some memory of the first results
-    rotate(x[:, :, :size], spec)
-before = resident()
-for size in 3 * sizes:
-    rotate(x[:, :, :size], spec)
-assert resident() - before < 300_000_000, (before, resident())  # the results add up to 8 GB
-"""
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("this system does not report resident memory")
-    done = python("-c", program)
-    assert done.returncode == 0, done.stderr

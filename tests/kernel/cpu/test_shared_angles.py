@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from tests.support.helpers import noise
-from tests.support.matrix import DISTINCT_SETS, DTYPES, every_dtype, needs_kernel
+from tests.support.matrix import DISTINCT_SETS, every_dtype, needs_kernel
 from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope import RopeSpec
 from tightrope.backends import cpu
 from tightrope.frequencies import YaRN
 from tightrope.functional import (
-    apply_rotary_pos_emb,
-    apply_rotary_pos_emb_,
     rotate,
-    rotate_,
     rotate_qk,
 )
 from tightrope.ops import schema
@@ -35,38 +32,6 @@ def isa(request: pytest.FixtureRequest) -> None:
 
 def same(found: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
-
-
-# (rows, heads, tokens): rows that become heads; one head, more heads than a group; a tile of tokens and a rest;
-# enough elements for several threads, which divide the tokens, or the heads where there are few tokens.
-SHAPES = [(3, 1, 5), (5, 2, 33), (2, 11, 1), (1, 9, 40), (64, 1, 16), (1, 700, 3)]
-
-
-def laid(shape: tuple[int, int, int], width: int, dtype: torch.dtype, order: str) -> torch.Tensor:
-    """Return random numbers as (rows, heads, tokens, channels), whose memory has the given order."""
-    sizes = dict(zip("bhsd", (*shape, width)))
-    x = torch.randn([sizes[name] for name in order]).to(dtype)
-    return x.permute([order.index(name) for name in "bhsd"])
-
-
-@pytest.mark.parametrize("order", ["bhsd", "bshd", "sbhd", "bhds", "hbds", "dsbh"])
-@every_dtype
-def test_rows_heads_and_tokens_rotate_as_if_each_were_alone(dtype: torch.dtype, order: str) -> None:
-    for shape, interleaved, rounding in itertools.product(SHAPES, (False, True), ("once", "each")):
-        # 19 pairs: registers of every width, and a rest.
-        spec = RopeSpec(44, rotary_dim=38, start=2, interleaved=interleaved)
-        both = [laid((shape[0], heads, shape[2]), 44, dtype, order) for heads in (shape[1], 2)]
-        found = rotate_qk(*both, spec.at(1000, rounding=rounding))
-        for x, y in zip(both, found):
-            assert y.stride() == x.stride()
-            rotated = x.clone(memory_format=torch.preserve_format)
-            assert torch.equal(rotate_(rotated, spec.at(1000, rounding=rounding)), y)
-        whole, together = torch.cat(both, 1), torch.cat(found, 1)
-        for index in range(40):
-            at = index % shape[0], index * 7 % (shape[1] + 2), index * 5 % shape[2]
-            alone = whole[at].clone()[None]
-            y = rotate(alone, spec.at(1000 + at[2], rounding=rounding), layout="sd")
-            assert torch.equal(together[at], y[0]), (shape, interleaved, at)
 
 
 @pytest.mark.parametrize("threads", [2, 7])
@@ -151,45 +116,6 @@ def test_what_keeps_angles(row: tuple[Any, ...]) -> None:
     assert kept(at) == keeps
 
 
-# --- tables and words that are read where they are ------------------------------------------------
-
-
-@pytest.mark.parametrize("pairs", [19, 24])  # 24: pairs of bfloat16 that fill registers
-@pytest.mark.parametrize("tables", ["half", "cat", "repeat", "full"])
-@every_dtype
-def test_tables_of_any_rank_and_dtype_have_the_same_bits(
-    dtype: torch.dtype, tables: str, pairs: int
-) -> None:
-    """Tables with fewer dimensions, read where they are, equal those of each head, one entry in two in memory."""
-    head, width = 2 * pairs + 6, pairs if tables == "half" else 2 * pairs
-    for own, interleaved, inverse in itertools.product(DTYPES, (False, True), (False, True)):
-        if inverse and tables == "full":
-            continue
-        q, k = torch.randn(2, 3, 21, head).to(dtype), torch.randn(2, 1, 21, head).to(dtype)
-        c, s = torch.randn(21, width).to(own), torch.randn(21, width).to(own)
-        # A NaN whose low bits would carry into an infinity of bfloat16.
-        if own == torch.float32:
-            c[3, 0] = s[5, -1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(own)
-        if tables == "cat":
-            c, s = c[:, :pairs].repeat(1, 2), s[:, :pairs].repeat(1, 2)
-        elif tables == "repeat":
-            c, s = (table[:, :pairs].repeat_interleave(2, -1) for table in (c, s))
-        options = {"interleaved": interleaved, "tables": tables, "start": 2, "inverse": inverse}
-        rows = c.expand(2, 21, width), s.expand(2, 21, width)
-        apart = (
-            table.expand(2, 3, 21, width).repeat_interleave(2, -1)[..., ::2] for table in (c, s)
-        )
-        want = apply_rotary_pos_emb(q, k.expand(2, 3, 21, head), *apart, **options)
-        for cos, sin in ((c, s), rows, (c[None, None], s[None, None])):
-            for _ in range(2):  # the second call finds that the tables were checked
-                found = apply_rotary_pos_emb(q, k, cos, sin, **options)
-                same(found[0], want[0])
-                same(found[1], want[1][:, :1])
-        x = q.transpose(1, 2).clone()
-        apply_rotary_pos_emb_(x, None, c, s, 2, **options)
-        same(x.transpose(1, 2), want[0])
-
-
 @pytest.mark.parametrize("kind", ["words", "a table", "tables of rows"])
 @pytest.mark.parametrize("heads", [1, 3])
 @every_dtype
@@ -223,25 +149,3 @@ def test_rows_of_one_token(dtype: torch.dtype, heads: int, kind: str) -> None:
         alone = torch.cat([rotated(slice(row, row + 1), length) for row in range(rows)])
         assert bool(alone.isnan().any()) == (length == 1 or kind != "tables of rows")
         same(rotated(slice(None), length), alone)
-
-
-#: What an error says -> q, and a table, of 6 tokens and 8 channels, changed.
-WRONG: dict[str, Any] = {
-    "one row for each of 5 tokens but got 6": lambda q, c: (q[:, :, :5], c),
-    "one row for each of 6 tokens but got 5": lambda q, c: (q, c[:5]),
-    "rotate 8 channels but q has 6": lambda q, c: (q[..., :6], c),
-    "must have an even width but got 5": lambda q, c: (q, c[..., :5]),
-    "must have 1 or 2 rows but got 3": lambda q, c: (q, c.expand(3, 6, 8)),
-    "q must": lambda q, c: (q.int(), c),
-}
-
-
-@pytest.mark.parametrize("sentence", WRONG)
-def test_the_fast_path_by_tables_raises_the_errors_of_the_other(sentence: str) -> None:
-    q, c = WRONG[sentence](torch.randn(2, 3, 6, 8), torch.ones(6, 8))
-    before = q.clone()
-    for tables in ("cat", "full"):  # the first of them is checked once
-        for function in (apply_rotary_pos_emb, apply_rotary_pos_emb_):
-            with pytest.raises((ValueError, TypeError), match=sentence):
-                function(q, None, c, c, tables=tables)
-    assert torch.equal(q, before)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import calls, oracle
+from tests.support import calls, oracle, table_calls
+from tests.support.caches import check_entries, check_keys_and_values
 from tests.support.calls import CASES, Call
 from tests.support.helpers import Watcher, noise, version_of
 from tests.support.matrix import needs_kernel
@@ -150,7 +151,7 @@ def test_bits_depend_on_neither_programs_nor_strides_nor_place(case: Mapping[str
 
 @needs_kernel
 @pytest.mark.skipif(INTERPRETED and version_of("triton") < (3, 9), reason="its sums round twice")
-@every_case(8)
+@every_case(4, step=3)
 def test_plain_rotations_have_the_bits_of_the_cpu_kernel(case: Mapping[str, Any]) -> None:
     kind = torch.float32 if case["dtype"] == torch.float64 else case["dtype"]
     call = Call({**case, "act": "none", "gate": "none", "dtype": kind, "backend": None})
@@ -158,3 +159,27 @@ def test_plain_rotations_have_the_bits_of_the_cpu_kernel(case: Mapping[str, Any]
     with kernels_in_place(), Watcher(), torch.device(DEVICE):
         found = call(**{name: x.to(DEVICE) for name, x in call.leaves.items()})
     assert_each(assert_same_bits, [y.cpu() for y in found], want)
+
+
+@in_place
+@every_case(3, step=5)
+def test_keys_and_values_go_to_a_cache(case: Mapping[str, Any]) -> None:
+    use_programs(case["programs"])
+    with Watcher():
+        check_keys_and_values({**case, "backend": None}, case["number"], False, DEVICE)
+
+
+@in_place
+@every_case(3, step=5)
+def test_entries_rotate_in_place(case: Mapping[str, Any]) -> None:
+    use_programs(case["programs"])
+    with Watcher():
+        check_entries({**case, "backend": None}, case["number"], case["number"] % 2 > 0, DEVICE)
+
+
+@in_place
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", table_calls.CASES[::3], ids=range(len(table_calls.CASES[::3])))
+def test_tables(case: Mapping[str, Any]) -> None:
+    with Watcher():
+        table_calls.check_tables({**case, "backend": None}, DEVICE)

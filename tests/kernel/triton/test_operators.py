@@ -1,26 +1,31 @@
-"""Direct calls of the Triton backend's operators: their memory, empty ones, and what they refuse or leave to the definition."""
+"""Direct calls of the Triton backend's operators: memory, slots, empty tensors, what they refuse or leave to the definition."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tests.support.helpers import noise
+from tests.support.raw_calls import Call, Draw, angle_gradients, freed_storages, phases, rotation
 from tests.support.tolerances import assert_same_bits
 from tests.support.triton.cases import (
     DEVICE,
+    HAS_GPU,
     INTERPRETED,
     needs_triton,
     on_this_device,
     operators,
     words,
 )
+from tests.support.written_calls import options_of, rows_of, value_of
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.backends.reference import compose
-from tightrope.ops.schema import LOG, PHASES, SLOPE, Options
+from tightrope.ops.schema import LOG, Options
 
 __all__ = ["on_this_device"]
 
@@ -85,6 +90,10 @@ def test_overlapping_memory_is_refused() -> None:
         for given, out in ((x[:, :, :2], x[:, :, 1:]), (x, x.transpose(0, 1))):
             with pytest.raises(RuntimeError, match="memory overlaps"):
                 operators().rotate_into(given, None, out, None, *tail())
+    slots = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    own = (x, None, None, x, None, None, slots, None, None)
+    with pytest.raises(RuntimeError, match="memory overlaps"):
+        operators().rotate_slots_extras(*own, *tail(), [], 0.0)
     y, z = x.clone(), torch.empty_like(x)
     operators().rotate_into(y, None, y, None, *tail())  # each program reads before it writes
     operators().rotate_into(x, None, z, None, *tail())
@@ -113,6 +122,39 @@ def test_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     for (start, size), own, places in zip(cases, rows.tolist(), tokens.tolist(), strict=True):
         want = [divmod(start + i, size) for i in range(block)]
         assert list(zip(own, places, strict=True)) == want, (start, size)
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", [0, LOG])
+def test_several_tiles(gate: int) -> None:
+    """Of keys, and of values wider than a program copies; tokens whose slots lie outside the cache go nowhere."""
+    k, v = (noise(3, h, 19, d).float().to(DEVICE) for h, d in ((2, 64), (1, 1500)))
+    cache, wide = (torch.zeros(7, h, 9, d, device=DEVICE) for h, d in ((2, 64), (1, 1500)))
+    order = torch.randperm(63, generator=torch.Generator().manual_seed(0))
+    order[:4] = torch.tensor([-2, 63, 99, -1])
+    slots = order[:57].view(3, 19).to(DEVICE)
+    inside, expected = (slots >= 0) & (slots < 63), (cache.clone(), wide.clone())
+    extras = [noise(1, 2, 19, 1).float().to(DEVICE)] if gate else []
+    arguments = *tail(Options(gate=gate), primary=words(1, 1, 1, 32)), extras, 0.0
+    turned, at = operators().rotate(k, None, *arguments)[0], slots[inside]
+    for x, to in zip((turned, v), expected, strict=True):
+        to[at // 9, :, at % 9] = x.transpose(1, 2)[inside]
+    operators().rotate_slots_extras(k, None, v, cache, None, wide, slots, None, None, *arguments)
+    assert torch.equal(cache, expected[0])
+    assert torch.equal(wide, expected[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
+def test_nothing_to_write(shape: tuple[int, int, int]) -> None:
+    rows, heads, tokens = shape
+    k, cache = torch.ones(*shape, 8, device=DEVICE), torch.zeros(2, heads, 3, 8, device=DEVICE)
+    slots = torch.full((rows, tokens), -1, device=DEVICE)
+    for values in ((None, None), (k, cache.clone())):
+        own = (k, None, values[0], cache, None, values[1])
+        operators().rotate_slots_extras(*own, slots, None, None, *tail(), [], 0.0)
+    operators().rotate_slots_(cache[:0], slots, *tail(), [], 0.0)
 
 
 # --- nothing to do, and what the definition does --------------------------------------------------
@@ -158,79 +200,36 @@ def test_calls_that_run_the_definition() -> None:
 
 # --- refusals -------------------------------------------------------------------------------------
 
-AT = Options(add_index=False)
-BY_PHASES = Options(source=PHASES)
-# What the error says -> the arguments in which the call differs from a sound one.
-WRONG: dict[str, dict[str, Any]] = {
-    "phase words must be contiguous": {"primary": W.float()},
-    "turns must have the shape": {"secondary": W[..., :1]},
-    "fit the layout": {"q": X[0]},
-    "share a dtype": {"k": X.double()},
-    "share rows": {"k": X[:, :, :1]},
-    "outside the head": {"options": Options(start=2)},
-    "angles must have 1 row": {"primary": words(1, 3, 1, 4)},
-    "angles must have 1 head": {"primary": words(1, 1, 3, 4)},
-    "positions must have the tokens": {"positions": X[:1, :1, :2, 0], "options": AT},
-    "positions must have 1 row": {"positions": X.new_zeros(1, 3, 1)},
-    "positions must be ": {"positions": X.new_zeros(2, 1, 1)},
-    "positions must be int32": {"positions": X[:1, :1, :1, 0].bool()},
-    "phases must be int32 or int64": {"options": BY_PHASES},
-    "phases must have the pairs": {
-        "primary": W.expand(1, 1, 3, 4)[..., :2].int(),
-        "secondary": W,
-        "options": BY_PHASES,
-    },
-    "must come with sines": {"primary": X, "options": Options(source=3)},
-    r"gates must be \[rows": {"options": Options(gate=LOG), "extras": [X[..., :3]]},
-    "positions of 1 axis": {
-        "primary": words(2, 1, 1, 4),
-        "options": Options(gate=SLOPE),
-        "extras": [X[0, 0, :1]],
-    },
-    "weights must be": {"options": Options(act=RMS_NORM), "extras": [X[0, 0, :1, :4]]},
-    "inputs must have": {"options": Options(act=1, direction=1), "extras": [X[:, :1]]},
-}
+# A sound call of each operator, and rows that change some of its arguments: then they have a text.
+ROWS = rows_of(Path(__file__).with_name("raw_refusals.jsonl"))
+SOUND = {row["of"]: row for row in ROWS if "text" not in row}
 
 
-@pytest.mark.parametrize("sentence", WRONG)
-def test_a_wrong_direct_call_is_refused(sentence: str) -> None:
-    given = {"q": X, "k": None, "primary": W, "secondary": None, "positions": None}
-    given |= {"options": Options(), "extras": []} | WRONG[sentence]
-    *tensors, options, extras = given.values()
-    with pytest.raises(RuntimeError, match=f"tightrope: .*{sentence}"):
-        operators().rotate(*tensors, 0, options.pack(), 1.0, extras)
-
-
-def freed(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like x whose storage was freed, as FSDP frees that of parameters."""
-    copy = x.clone()
-    copy.untyped_storage().resize_(0)
-    return copy
-
-
-TABLE, WEIGHT = torch.ones(1, 1, 3, 4, device=DEVICE), torch.ones(1, 8, device=DEVICE)
-READ: dict[str, Callable[[], list[Any]]] = {
-    "words": lambda: [W, W, W.expand(1, 2, 3, 4)[..., 0].contiguous(), 0, AT],
-    "tables": lambda: [TABLE, TABLE.clone(), None, 0, Options(source=3)],
-    "phases": lambda: [words(1, 1, 3, 4), W, None, 0, BY_PHASES],
-    "weight": lambda: [W, None, None, 0, Options(act=RMS_NORM), WEIGHT],
-    "slope": lambda: [W, None, None, 0, Options(gate=SLOPE), WEIGHT],
-}
-
-
-@pytest.mark.parametrize("case", READ)
-def test_freed_storage_is_refused(case: str) -> None:
-    primary, secondary, where, offset, options, *extras = READ[case]()
-    given = [X, None, primary, secondary, where, offset, options.pack(), 1.0, extras, 1e-6]
-    operators().rotate(*given)
-    wrong = [
-        [*given[:at], freed(one), *given[at + 1 :]]
-        for at, one in enumerate(given)
-        if isinstance(one, torch.Tensor)
+@pytest.mark.parametrize("row", [row for row in ROWS if "text" in row], ids=lambda row: row["text"])
+def test_a_wrong_direct_call_is_refused(row: dict[str, Any]) -> None:
+    """Also a second time, when a plan could be kept."""
+    of, *given = {**SOUND[row["of"]], **row, "text": None}.items()
+    arguments = [
+        options_of(one) if key == "options" else value_of(one, {})
+        for key, one in given
+        if key != "text"
     ]
-    for arguments in [*wrong, *([*given[:8], [freed(one)], 1e-6] for one in extras)]:
+    arguments = tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), arguments)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"tightrope: .*{row['text']}"):
+            getattr(operators(), of[1])(*arguments)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="drawn calls are on the CPU")
+@pytest.mark.parametrize("of", [rotation, angle_gradients, phases])
+def test_freed_storage_is_refused(of: Callable[[Draw], Call]) -> None:
+    """As FSDP frees that of parameters."""
+    tried = 0
+    for call in freed_storages(of, 20, tamed=True):
         with pytest.raises(RuntimeError, match="tensors must have their memory"):
-            operators().rotate(*arguments)
+            call()
+        tried += 1
+    assert tried > 5
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 5, 1), (2, 1, 5, 8), (1, 3, 1, 8)])

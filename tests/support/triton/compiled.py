@@ -79,7 +79,8 @@ def calls() -> dict[str, Any]:
     of_heads = torch.empty(2, 64, 8, 64, dtype=torch.int32).transpose(1, 2)
     angles = torch.empty(2, 300, 8, 64).transpose(1, 2)
     state, reset = torch.zeros(2, 8, 64, dtype=torch.int64), torch.zeros(1, 300, dtype=torch.bool)
-    by_phases = Options(source=PHASES).pack()
+    by_phases, at_ids = Options(source=PHASES).pack(), Options(add_index=False).pack()
+    logs = torch.empty(2, 32, 64, 128), torch.empty(1, 8, 1, 128)
     return {
         "bfloat16": into(q, k, *call(Options())),
         "bfloat16 interleaved": into(q, k, *call(Options(interleaved=True))),
@@ -99,27 +100,13 @@ def calls() -> dict[str, Any]:
         "softmax": into(q, k, *call(Options(act=ACTS.index("softmax")))),
         "rms_norm": into(q, k, *call(Options(act=rms), *weights)),
         "rms_norm backward": into(q, k, *call(Options(act=rms, direction=1), *weights, q, k)),
-        "log gate": into(
-            q,
-            k,
-            *call(Options(gate=LOG), torch.empty(2, 32, 64, 128), torch.empty(1, 8, 1, 128)),
-        ),
+        "log gate": into(q, k, *call(Options(gate=LOG), *logs)),
         "slopes": into(q, k, *call(Options(gate=SLOPE), torch.empty(32, 128), torch.empty(8, 128))),
         "frequencies": lambda: operators.angle_gradients(
             q, k, q, k, words(64), None, None, 3, Options().pack(), False, True
         ),
         "positions": lambda: operators.angle_gradients(
-            q,
-            k,
-            q,
-            k,
-            words(64),
-            None,
-            ids[:1].float(),
-            3,
-            Options(add_index=False).pack(),
-            True,
-            False,
+            q, k, q, k, words(64), None, ids[:1].float(), 3, at_ids, True, False
         ),
         "by phases": lambda: operators.angle_gradients(
             q, k, q, k, own, words(64), None, 3, by_phases, False, True
@@ -131,15 +118,7 @@ def calls() -> dict[str, Any]:
         "given": lambda: phases.phase_words(angles.bfloat16(), None, None, False, False),
         "running, backward": lambda: phases.phase_sums(angles, None, reset),
         "gates": lambda: operators.gate_gradients(
-            q,
-            None,
-            q,
-            None,
-            torch.empty(1, 32, 1, 128),
-            None,
-            None,
-            0,
-            Options(gate=LOG).pack(),
+            q, None, q, None, torch.empty(1, 32, 1, 128), None, None, 0, Options(gate=LOG).pack()
         ),
     }
 

@@ -25,14 +25,19 @@ from tests.emulator.parse import Kernel
 from tightrope.ops.schema import Options
 
 # Run by "tests". Those of launches and of machine code have processes of their own.
-FILES = ("calls", "device", "numerics", "operators", "phases", "registration", "slots")
-# Run by "core": of the laws of calls one case in so many, and all cases of these tests.
-EVERY = 13
+FILES = ("calls", "device", "numerics", "operators", "phases", "registration")
+# Run by "core": of the laws of calls one case in so many, or in a multiple, and all cases of these tests.
+EVERY = 15
+LAWS = {
+    "results_and_gradients_are_those_of_the_definition": 1,
+    "plain_rotations_have_the_bits_of_the_cpu_kernel": 1,
+    "bits_depend_on_neither_programs_nor_strides_nor_place": 3,
+    "entries_rotate_in_place": 3,
+}
 CORE = (
     "numerics.py::test_cosines_and_sines_of_critical_phases",
     "numerics.py::test_sums_over_many_heads",
     "phases.py::test_each_angle_has_the_phase_word_of_the_definition",
-    "slots.py::test_entries_rotate_in_place",
 )
 
 
@@ -66,13 +71,8 @@ def core(step: int) -> dict[str, list[str]]:
     from tests.support.calls import CASES
 
     some = range(0, len(CASES), EVERY)[::step]
-    near = "calls.py::test_results_and_gradients_are_those_of_the_definition"
-    same = "calls.py::test_plain_rotations_have_the_bits_of_the_cpu_kernel"
-    bits = "calls.py::test_bits_depend_on_neither_programs_nor_strides_nor_place"
     return tests(
-        *[f"{near}[{number}]" for number in some],
-        *[f"{bits}[{number}]" for number in some if number % 3 == 0],
-        *[f"{same}[{number}]" for number in some],
+        *[f"calls.py::test_{law}[{number}]" for law, n in LAWS.items() for number in some[::n]],
         *CORE,
     )
 

@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
@@ -83,43 +80,3 @@ def a_collective_that_still_runs(group: Group) -> None:
         sharded = distribute_tensor(x, group.mesh, [Shard(1)]).requires_grad_(learns)
         later = sharded.redistribute(placements=[Shard(2)], async_op=True)
         assert torch.equal(rotate(later, SPEC, 5).full_tensor(), wanted)
-
-
-class Layer(nn.Module):
-    """Attention whose projections give DTensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(64, 64, bias=False) for _ in range(3))
-        self.out = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: torch.Tensor, rotated: list[Any]) -> torch.Tensor:
-        """Attend over the tokens of x, and add the rotated q and k to the list."""
-        q, k, v = (y.unflatten(-1, (4, 16)) for y in (self.q(x), self.k(x), self.v(x)))
-        rotated += rotate_qk(q, k, SPEC, 1000, layout="bshd")
-        q, k, v = (y.transpose(1, 2) for y in (*rotated, v))
-        weights = torch.softmax(q @ k.transpose(-2, -1), -1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
-
-
-def parallel(layer: Layer, mesh: DeviceMesh) -> nn.Module:
-    """Divide a layer's heads among the processes; q, k and v stay DTensors."""
-    columns = ColwiseParallel(use_local_output=False)
-    plan = {"q": columns, "k": columns, "v": columns, "out": RowwiseParallel()}
-    return parallelize_module(layer, mesh, plan)
-
-
-@scenario
-def a_layer_of_dtensors(group: Group) -> None:
-    """Tensor parallelism whose activations are DTensors."""
-    layer, x = Layer(), torch.randn(2, TOKENS, 64)
-    alone: list[Any] = []
-    out = layer(x, alone)
-    shards: list[Any] = []
-    got = parallel(layer, group.mesh)(x, shards)
-    for one, whole in zip(shards, alone, strict=True):
-        assert isinstance(one, DTensor)
-        assert one.placements == (Shard(2),)
-        # A projection of fewer columns may round differently, so the rotation is compared alone.
-        assert torch.allclose(one.full_tensor(), whole, rtol=0, atol=1e-5)
-    assert torch.allclose(got, out, rtol=0, atol=1e-5)

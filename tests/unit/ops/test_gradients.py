@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.support import oracle, raw_calls
+from tests.support import oracle, pairwise
 from tests.support.helpers import noise
-from tests.support.matrix import DISTINCT_SETS, DTYPES, both_pairings, every_dtype, needs_kernel
+from tests.support.matrix import DTYPES
 from tests.support.tolerances import assert_angle_sums, assert_same_bits
-from tightrope.backends import cpu
 from tightrope.ops import gradients, schema
 from tightrope.ops.schema import options_of
 
@@ -46,11 +45,6 @@ class Call(NamedTuple):
         """Return the results, each with its gradient."""
         both = (self.y, self.grad_y), (self.z, self.grad_z)
         return [(y, grad) for y, grad in both if y is not None and grad is not None]
-
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """Return the call with other results and gradients."""
-        own = [None if x is None else change(x) for x in self[:4]]
-        return Call(*own, *self[4:])  # type: ignore[arg-type]
 
 
 def numbers(call: Call, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,8 +86,8 @@ def formula(call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     return tuple(zip(*results))
 
 
-def check(call: Call, operator: Operator, like: Call | None = None) -> None:
-    for found, (exact, scale) in zip(call.run(operator), formula(like or call), strict=True):
+def check(call: Call, operator: Operator) -> None:
+    for found, (exact, scale) in zip(call.run(operator), formula(call), strict=True):
         assert_angle_sums(found, exact, scale, call.y.dtype)
 
 
@@ -127,56 +121,42 @@ def make(
 
 # --- against the formula ------------------------------------------------------------------------
 
+
+def allowed(case: Mapping[str, Any]) -> bool:
+    """Return whether a call, of which some sizes are chosen, is small, and what heads share fits both tensors."""
+    heads = case.get("heads", (1,))
+    sizes = [case.get(name, 1) for name in ("rows", "tokens", "pairs")]
+    alike = len(set(heads)) == 1 or not case.get("word_heads")
+    return math.prod([sum(heads), *sizes]) <= 2**19 and alike
+
+
 # Whole vector registers and remainders, the ends of the blocks in which tokens are summed, many heads, and
-# more pairs than go through at once: sizes, and other arguments that vary.
-MANY: dict[str, tuple[dict[str, Any], dict[str, Sequence[Any]]]] = {
-    "few pairs": (
-        {},
-        {
-            "pairs": (1, 2, 7, 8, 9, 16, 24, 33, 64, 111),
-            "dtype": DTYPES,
-            "interleaved": (False, True),
-        },
-    ),
-    **{
-        f"{tokens} tokens": (
-            {"tokens": tokens, "heads": (2, 2), "pairs": 3, "axes": 2, "at": torch.float32}
-            | {"dtype": torch.float64},
-            {"rows": (1, 3), "word_rows": (False, True), "word_heads": (False, True)},
-        )
-        for tokens in (1, 2, 31, 32, 33, 64, 65, 128, 4095, 4096, 4097, 5000)
-    },
-    "heads": (
-        {"pairs": 9},
-        {
-            "heads": ((1,), (7,), (8,), (9,), (16, 8), (5, 3), (64, 8)),
-            "dtype": (torch.float32, torch.bfloat16),
-        },
-    ),
-    "many pairs": (
-        {"heads": (2,), "rows": 1, "turns": True, "start": 1, "rest": 1},
-        {
-            "pairs": (2047, 2048, 2049, 4100),
-            "word_heads": (False, True),
-            "interleaved": (False, True),
-        },
-    ),
+# more pairs than go through at once.
+SIZES: dict[str, Any] = {
+    "pairs": (1, 2, 7, 8, 9, 33, 64, 111, 2047, 2048, 2049, 4100),
+    "tokens": (1, 2, 31, 32, 33, 64, 65, 128, 4095, 4096, 4097, 5000),
+    "heads": ((1,), (7,), (8,), (9,), (2, 2), (5, 3), (64, 8)),
+    "rows": (1, 3),
+    "axes": (1, 2),
+    "dtype": DTYPES,
+    "at": (torch.float64, torch.float32),
+    "start": (0, 1),
+    **dict.fromkeys(("interleaved", "word_rows", "word_heads", "turns"), (False, True)),
 }
+CASES = pairwise.covering(SIZES, allowed)
 
 
 @every_operator
-@pytest.mark.parametrize("name", MANY)
-def test_many(name: str, operator: Operator) -> None:
-    sizes, options = MANY[name]
-    for values in itertools.product(*options.values()):
-        check(make(**sizes | dict(zip(options, values))), operator)
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_sums_of_many_terms(case: Mapping[str, Any], operator: Operator) -> None:
+    check(make(**case), operator)
 
 
 @every_operator
 def test_a_sum_over_many_heads_is_as_good_as_over_few(operator: Operator) -> None:
     """The bound holds for products of one sign, whose sum in float32 would lose several digits."""
     call = make(heads=(5000,), rows=1, tokens=3, pairs=8)
-    call = call.changed(torch.abs)
+    call = call._replace(y=call.y.abs(), grad_y=call.grad_y.abs())
     call.y[..., 8:] *= -1
     check(call, operator)
 
@@ -216,81 +196,12 @@ def test_channels_that_do_not_rotate_are_not_read(operator: Operator) -> None:
     assert_same_bits(call.run(operator), clean)
 
 
-def test_drawn_calls() -> None:
-    """Of any layout, sizes, strides and options, as far as positions stay exact in float64."""
-    compared = 0
-    for seed in range(200):
-        try:
-            _, (*drawn, _, _), _ = raw_calls.angle_gradients(raw_calls.Draw(seed))
-            call = Call(*drawn)
-            plain = Call(*map(raw_calls.tame, drawn))
-            call.run(schema.angle_gradients)
-        except RuntimeError:
-            continue  # what does not fit; tests/kernel/cpu/test_raw_operators.py draws such calls too
-        at = call.positions if call.positions is not None else call.words.new_zeros(1)
-        tensors = raw_calls.tensors_of(list(call))
-        large = any(x.numel() > raw_calls.FEW for x in tensors) or abs(call.offset) > 9
-        if large or options_of(call.packed).source == schema.PHASES or bool((at.abs() > 9).any()):
-            continue
-        # torch fails at some strides of dimensions of size 1, and needs all dimensions of positions.
-        if (at := plain.positions) is not None:
-            plain = plain._replace(positions=at[(None,) * (3 - at.dim())])
-        check(call, schema.angle_gradients, plain)
-        check(plain, gradients.angle_gradients)
-        compared += 1
-    assert compared > 15
-
-
-# --- the same bits --------------------------------------------------------------------------------
-
-
 @every_operator
-@pytest.mark.parametrize("words", ["shared", "per row", "per head"])
-def test_threads_change_no_bit(words: str, operator: Operator) -> None:
-    of = {"word_rows": words == "per row", "word_heads": words == "per head"}
-    heads = (3, 3) if words == "per head" else (9, 2)
-    big = make(rows=3, heads=heads, tokens=700, pairs=32, axes=2, **of)
-    one = make(rows=1, heads=(640,), tokens=1, pairs=64)
-    for call in (big, one):
-        results = []
-        for threads in (1, 2, 4, 3):
-            torch.set_num_threads(threads)
-            results.append(call.run(operator))
-        for result in results[1:]:
-            assert_same_bits(result, results[0])
-
-
-@needs_kernel
-@both_pairings
-@every_dtype
-def test_strides_and_other_tokens_change_no_bit(dtype: torch.dtype, interleaved: bool) -> None:
-    call = make(dtype=dtype, interleaved=interleaved, pairs=27, heads=(9, 4))
-    want = call.run(schema.angle_gradients)
-    for change in (
-        lambda x: x.mT.contiguous().mT,
-        lambda x: torch.stack((x, x + 1), -1).flatten(-2)[..., ::2],
-        lambda x: torch.nn.functional.pad(x, (3, 2, 1, 1))[..., 1:-1, 3:-2],
-    ):
-        assert_same_bits(call.changed(change).run(schema.angle_gradients), want)
-    for row, token in ((0, 0), (1, 4)):
-        at = slice(row, row + 1), slice(token, token + 1)
-        alone = call.changed(lambda x, at=at: x[at[0], :, at[1]])
-        alone = alone._replace(positions=call.positions[:, at[0], at[1]])
-        by_position, _ = alone.run(schema.angle_gradients)
-        assert_same_bits(by_position[:, 0, 0], want[0][:, row, token])
-
-
-@needs_kernel
-@every_dtype
-def test_sets_give_the_same_bits(dtype: torch.dtype) -> None:
-    """They do the same operations in the same order."""
-    for pairs, interleaved in itertools.product((1, 7, 8, 17, 64, 90, 2100), (False, True)):
-        sizes = {"pairs": pairs, "heads": (9,), "tokens": 40, "rows": 1, "turns": True}
-        call = make(dtype=dtype, interleaved=interleaved, **sizes)
-        results = []
-        for name in DISTINCT_SETS:
-            cpu.use_instruction_set(name)
-            check(call, schema.angle_gradients)
-            results.append(call.run(schema.angle_gradients))
-        for result in results[1:]:
-            assert_same_bits(result, results[0])
+def test_threads_change_no_bit(operator: Operator) -> None:
+    """Of a sum that is one number, too; kernel/cpu/test_instruction_sets.py has all calls."""
+    call, results = make(rows=1, heads=(640,), tokens=1, pairs=64), []
+    for threads in (1, 2, 4, 3):
+        torch.set_num_threads(threads)
+        results.append(call.run(operator))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])

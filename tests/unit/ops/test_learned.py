@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import oracle, tolerances
+from tests.support import oracle
 from tests.support.helpers import noise, on
 from tests.support.matrix import both_pairings, every_backend
 from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope import RopeSpec, angles, gates
+from tightrope import RopeSpec, gates
 from tightrope.frequencies import DynamicNTK, Given
 from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 from tightrope.nn import LrpeRotate1d, RotaryEmbedding
-from tightrope.ops import autograd, schema
+from tightrope.ops import schema
 
 NARROW = r"\[inv_freq\] frequencies should be float32"
 SPEC = RopeSpec(8, rotary_dim=6, start=1)
@@ -29,28 +29,6 @@ X = noise(1, 2, 5, 8)
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
     return noise(*shape, seed=seed).requires_grad_()
-
-
-@pytest.mark.parametrize("base", [10.0, 1e4, 1e6])
-def test_the_own_frequencies_of_a_spec_within_the_bound(base: float) -> None:
-    """Passed as float64 `inv_freq`, whose relative error is at most 2^-53, they rotate as in the spec."""
-    spec = RopeSpec(16, base=base)
-    theta = torch.tensor(list(map(float, oracle.frequencies(base, 16))), dtype=torch.float64)
-    x = noise(1, 2, 64, 16)
-    lengths = oracle.pair_lengths(x, 16)
-    for reach in (1, 2**10, 2**20, 2**31):
-        generator = torch.Generator().manual_seed(0)
-        at = torch.randint(-reach, reach + 1, (64,), generator=generator)
-        difference = (rotate(x, spec.at(at, inv_freq=theta)) - rotate(x, spec, at)).abs()
-        relative = tolerances.value("word of a float64") + 2.0**-53
-        angle = reach * (relative * theta + 2 * tolerances.value("word"))
-        angle = angle + 2 * tolerances.value("float64 rounding")
-        bound = math.sqrt(2) * angle.repeat(2) + 2 * tolerances.value("float64 rotation")
-        assert bool((difference <= bound * lengths).all())
-    # In float32 this error is invisible for positions below 2^20.
-    x, at = x.float(), at % 2**20
-    difference = (rotate(x, spec.at(at, inv_freq=theta)).double() - rotate(x, spec, at)).abs()
-    assert bool((difference <= 2 * tolerances.value("float32 rotation") * lengths).all())
 
 
 def test_given_frequencies_are_those_of_a_given_rule() -> None:
@@ -128,7 +106,7 @@ def test_compiled_code_does_not_warn_of_16_bit_frequencies() -> None:
 
 @every_backend
 @both_pairings
-@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e30, -1e300, 2.0**62 * 7])
 @pytest.mark.parametrize("at", [None, torch.arange(5), torch.arange(5).double() / 3])
 def test_a_frequency_that_is_nan_or_infinite_gives_nan(
     at: Any, lost: float, interleaved: bool, backend: str
@@ -185,17 +163,6 @@ def test_words_that_are_kept_serve_later_calls_of_every_mode(first: str) -> None
     assert_same_bits(rotate(X, SPEC.at(7, inv_freq=narrow)), wanted)
 
 
-@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e300, -1e300, 2.0**62 * 7])
-def test_phase_words_of_invalid_frequencies(lost: float) -> None:
-    words, turns = angles.words_from(torch.tensor([1.0, lost, -2.0], dtype=torch.float64))
-    assert turns[1] == -(2**63)
-    assert words[1] == 0
-    gone = angles.without_frequency(turns.reshape(1, 1, 1, 3))
-    assert gone.flatten().tolist() == [False, True, False]
-    words, turns = angles.words_from(torch.tensor([2.0**61 * 6], dtype=torch.float64))
-    assert turns[0] > 2**60
-
-
 # --- gradients ------------------------------------------------------------------------------------
 
 
@@ -250,12 +217,3 @@ def test_only_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyP
         rotate(x, SPEC.at(by_at, inv_freq=by_theta)).sum().backward()
     rotate(x, SPEC.at(at.detach(), inv_freq=theta.detach())).sum().backward()
     assert wanted == [(True, True), (True, False), (False, True)]
-    for name in ("OutOfPlace", "InPlace"):
-        monkeypatch.setattr(getattr(autograd, name), "apply", None)  # nothing is recorded
-    with torch.no_grad():
-        for y in (
-            rotate(x, SPEC.at(at, inv_freq=theta)),
-            rotate_(x.clone(), SPEC.at(at, inv_freq=theta)),
-            rotate(x, SPEC.at(at, inv_freq=theta), out=torch.empty_like(x)),
-        ):
-            assert not y.requires_grad

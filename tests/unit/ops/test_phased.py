@@ -13,17 +13,12 @@ import torch
 from tests.support import oracle
 from tests.support.helpers import noise, on
 from tests.support.matrix import (
-    DISTINCT_SETS,
-    both_pairings,
     every_backend,
-    every_dtype,
     every_way,
-    needs_kernel,
 )
 from tests.support.tolerances import Result, assert_near, assert_rotated, assert_same_bits
 from tightrope import RopeSpec, phases, positions
 from tightrope.axes import Axes
-from tightrope.backends import cpu
 from tightrope.frequencies import Given
 from tightrope.functional import polar_scan, rotate, rotate_qk
 
@@ -94,33 +89,6 @@ def test_phases_alone(backend: str) -> None:
 
 
 @every_backend
-def test_phases_of_queries_and_keys_with_fewer_heads(backend: str) -> None:
-    q, k = noise(ROWS, HEADS, TOKENS, DIM), noise(ROWS, 2, TOKENS, DIM, seed=1)
-    for_q, for_k = (phases.given(angles(ROWS, n, TOKENS, PAIRS)) for n in (HEADS, 2))
-    spec = spec_of()
-    for own in ((for_q, for_k), (for_q, None)):
-        want = [on(backend, rotate, x, spec.at(phases=each)) for x, each in zip((q, k), own)]
-        for rope in (spec.at(phases=own), spec.at(phases=for_q).having(phases=own)):
-            assert_same_bits(on(backend, rotate_qk, q, k, rope), want)
-    shared = phases.given(angles(ROWS, 1, TOKENS, PAIRS))
-    assert on(backend, rotate_qk, q, None, spec.at(phases=shared))[1] is None
-
-
-@needs_kernel
-@pytest.mark.parametrize("rounding", ["wide", "each"])
-def test_the_rounding_is_that_of_the_definition(rounding: str) -> None:
-    x, own = (
-        noise(ROWS, HEADS, TOKENS, DIM).bfloat16(),
-        phases.given(angles(ROWS, HEADS, TOKENS, PAIRS)),
-    )
-    found = [
-        on(backend, rotate, x, spec_of().at(phases=own, rounding=rounding))
-        for backend in (None, "reference")
-    ]
-    assert_same_bits(*found)
-
-
-@every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, 1e30])
 def test_an_angle_that_is_no_number_makes_its_pair_nan(
@@ -145,24 +113,6 @@ def test_a_position_that_is_lost_on_one_axis_loses_its_token(backend: str) -> No
     lost = on(backend, rotate, x, spec.at(positions.multi_axis(at), phases=own)).isnan()
     assert lost[:, :, 3].all()
     assert int(lost.sum()) == ROWS * HEADS * 8
-
-
-@needs_kernel
-@both_pairings
-@every_dtype
-def test_every_instruction_set_and_number_of_threads(dtype: torch.dtype, interleaved: bool) -> None:
-    """The same bits on every instruction set, with any number of threads."""
-    x = leaf(1, 8, 300, 70, dtype=dtype)
-    spec = RopeSpec(70, rotary_dim=66, start=3, interleaved=interleaved)
-    angle = angles(1, 8, 300, 33, dtype=torch.float32).requires_grad_()
-    found = []
-    for name, count in itertools.product(DISTINCT_SETS, (1, 3)):
-        cpu.use_instruction_set(name)
-        torch.set_num_threads(count)
-        y = rotate(x, spec.at(9, phases=phases.given(angle)))
-        found.append((y.detach(), *torch.autograd.grad(y, (x, angle), x.detach())))
-    for one in found[1:]:
-        assert_same_bits(one, found[0])
 
 
 def test_polar_scan_in_chunks_equals_the_scan_of_rotated_tensors() -> None:

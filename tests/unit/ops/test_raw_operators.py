@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.support import helpers
-from tests.support.extra_tensors import Wrapper, negated
 from tests.support.matrix import needs_kernel
-from tests.support.tolerances import assert_each, assert_near, assert_same_bits
-from tests.support.written_calls import rows_of, value_of
+from tests.support.tolerances import assert_each, assert_near
+from tests.support.written_calls import options_of, rows_of, value_of
 from tightrope import RopeSpec
 from tightrope.activations import ACTS
 from tightrope.backends import reference
@@ -31,7 +29,7 @@ noise = partial(helpers.noise, dtype=torch.float32)
 X, K = noise(2, 3, 5, 8), noise(2, 5, 5, 8, seed=1)
 SPEC = RopeSpec(8, rotary_dim=6, start=1)
 WORDS = SPEC.at().angles.words
-NORM, SILU = ACTS.index("rms_norm"), ACTS.index("silu")
+NORM = ACTS.index("rms_norm")
 
 
 def code(**fields: Any) -> int:
@@ -138,87 +136,6 @@ def test_vmap_in_place() -> None:
         )
 
 
-# --- extra tensors ----------------------------------------------------------------------------------
-
-VALUES = 0.5 + noise(3, 8).abs()
-# Kind of extra tensor -> the options that declare it, and its shape from (3, 8).
-EXTRAS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "weight": ({"act": NORM}, lambda values: values),
-    "gate": ({"gate": LOG}, lambda values: values[None, :, None]),
-    "slope": ({"gate": SLOPE}, lambda values: values),
-    "frequencies": ({"learned": True}, lambda values: values[None, None, :, :3]),
-    "input": (
-        {"act": SILU, "direction": TRANSPOSE},
-        lambda values: values.expand(2, 5, 3, 8).transpose(1, 2),
-    ),
-}
-every_kind = pytest.mark.parametrize("kind", EXTRAS)
-every_way = pytest.mark.parametrize("how", ["new", "in place", "into"])
-
-
-def carrying(kind: str, values: torch.Tensor, how: str = "new", alone: bool = False) -> Any:
-    """Call an operator with one extra tensor, made of (3, 8), for each of q and k; return the first result."""
-    fields, shaped = EXTRAS[kind]
-    alone = alone or kind == "frequencies"
-    x, k, one = X.clone(), None if alone else X.clone(), shaped(values)
-    end = WORDS, None, None, 3, code(**fields), 1.0, [one] if alone else [one, one], 0.0
-    if how == "new":
-        return schema.rotate_extras(x, k, *end)[0]
-    if how == "in place":
-        schema.rotate_extras_(x, k, *end)
-        return x
-    outs = torch.zeros_like(X), None if k is None else torch.zeros_like(X)
-    schema.rotate_extras_into(x, k, *outs, *end)
-    return outs[0]
-
-
-@every_way
-@every_kind
-@pytest.mark.parametrize("make", [negated, Wrapper])
-def test_the_dispatcher_sees_extra_tensors(
-    make: Callable[[torch.Tensor], torch.Tensor], kind: str, how: str
-) -> None:
-    """It materialises negated views, and lets wrappers run the operator themselves."""
-    wanted = carrying(kind, VALUES, how)
-    for alone in (False, True):
-        assert torch.equal(carrying(kind, make(VALUES), how, alone), wanted)
-
-
-@every_way
-@every_kind
-def test_fake_extra_tensors(kind: str, how: str) -> None:
-    """No kernel runs with a fake extra tensor, whose data it would need."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(VALUES)
-    y = carrying(kind, fake, how)
-    if how == "new":
-        assert isinstance(y, FakeTensor)
-        assert (y.shape, y.dtype, y.stride()) == (X.shape, X.dtype, X.stride())
-    else:
-        assert torch.equal(y, X if how == "in place" else torch.zeros_like(X))
-    with pytest.raises(RuntimeError, match="must be on one device"):
-        carrying(kind, VALUES.to("meta"), how)
-
-
-@every_kind
-def test_vmap_over_extra_tensors_alone_is_refused_in_place(kind: str) -> None:
-    for how, rule in (
-        ("in place", r"rotate_\] vmap: x is"),
-        ("into", r"rotate_into\] vmap: out is"),
-    ):
-        with pytest.raises(RuntimeError, match=rf"\[{rule} not mapped"):
-            torch.vmap(lambda values: carrying(kind, values, how))(  # noqa: B023
-                torch.stack([VALUES, 2 * VALUES])
-            )
-
-
-def test_an_empty_list_of_extra_tensors_is_accepted() -> None:
-    end, x = (WORDS, None, None, 3, code(), 1.0), X.clone().requires_grad_()
-    (wanted,), (got,) = schema.rotate(x, None, *end), schema.rotate_extras(x, None, *end, [], 0.0)
-    one, other = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, wanted))
-    assert_same_bits((got, one), (wanted, other))
-    torch.library.opcheck(schema.rotate_extras, (x, None, *end, [], 0.0))
-
-
 # --- gradients, versions and devices -----------------------------------------------------------------
 
 
@@ -286,20 +203,12 @@ def test_devices_are_not_mixed() -> None:
 
 # --- arguments that do not fit ------------------------------------------------------------------------
 
-# Changes of valid calls, in raw_refusals.jsonl: of `rotate`, with a list of extra tensors too, and of
+# Changes of valid calls, in raw_refusals.jsonl: of `rotate`, with a list of extra tensors or phases too, and of
 # `angle_gradients`, which reads the same angles.
 ROWS = rows_of(Path(__file__).with_name("raw_refusals.jsonl"))
 ANGLES = {"words": WORDS, "turns": None, "positions": None, "offset": 0, "options": code()}
 GRADIENTS = {"y": X, "z": None, "grad_y": X, "grad_z": None, **ANGLES}
 GRADIENTS |= {"by_positions": True, "by_frequencies": True}
-
-
-def code_of(written: dict[str, Any] | int) -> int:
-    """Return the options of a row; words name codes."""
-    if isinstance(written, int):
-        return written
-    names = {name: number for number, name in enumerate(ACTS)} | vars(schema)
-    return code(**{key: names.get(value, value) for key, value in written.items()})
 
 
 def changes(of: str) -> list[dict[str, Any]]:
@@ -310,7 +219,7 @@ def changes(of: str) -> list[dict[str, Any]]:
             change = {
                 key: value_of(row[key], makers) for key in row if key not in ("of", "options")
             }
-            found.append(change | {"options": code_of(row.get("options", {}))})
+            found.append(change | {"options": options_of(row.get("options", {}), start=1)})
     return found
 
 
@@ -321,6 +230,10 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
             call = *{**ANGLES, "options": change["options"]}.values(), 1.0
             with pytest.raises((NotImplementedError, RuntimeError), match="tightrope"):
                 operator(X, None, *call, change["extras"], change["eps"])
+    for change in changes("phases"):
+        for operator in (schema.rotate, reference.compose):
+            with pytest.raises((RuntimeError, IndexError)):
+                operator(X, None, *{**ANGLES, **change}.values(), 1.0)
 
 
 @needs_kernel
@@ -335,22 +248,6 @@ def test_kernels_read_nothing_outside_their_tensors() -> None:
             with pytest.raises(RuntimeError, match="tightrope"):
                 operator(x, None, *{**ANGLES, **change}.values(), 1.0)
         assert torch.equal(x, X), change
-
-
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_phases_that_do_not_fit_are_refused(backend: str | None) -> None:
-    own = torch.zeros(2, 3, 5, 3, dtype=torch.int32)
-    operator: Any = reference.compose if backend else schema.rotate
-    zero, options = torch.zeros_like(WORDS), code(source=schema.PHASES)
-    assert torch.equal(operator(X, None, own, zero, None, 0, options, 1.0)[0], X)
-    wrong: list[tuple[torch.Tensor, torch.Tensor | None]] = [
-        *((own.float(), zero), (own[0], zero), (own[:, :, :4], zero), (own[:, :2], zero)),
-        *((own[:1].expand(3, 3, 5, 3), zero), (own, zero[..., :2])),
-        (torch.zeros(2, 3, 5, 5, dtype=torch.int32), None),
-    ]
-    for primary, secondary in wrong:
-        with pytest.raises((RuntimeError, IndexError)):
-            operator(X, None, primary, secondary, None, 0, options, 1.0)
 
 
 def test_options_are_one_integer_and_back() -> None:

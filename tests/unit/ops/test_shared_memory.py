@@ -49,7 +49,6 @@ OF_ONE: dict[str, Callable[[torch.Tensor], Options]] = {
     "frequencies of both": lambda source: {"inv_freq": source[0, 0, 0, :4]},
 }
 KINDS = OF_TWO | OF_ONE
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def in_place(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, kind: str, **more: Any) -> Any:
@@ -66,28 +65,21 @@ def anew(source: torch.Tensor, q: torch.Tensor, k: torch.Tensor, kind: str, **mo
     return stated.call(rotate_qk, q, k, SPEC, **KINDS[kind](source), **more)
 
 
-@pytest.mark.parametrize("verb", [in_place, into])
-@every_kind
-def test_eager(kind: str, verb: Callable[..., Any]) -> None:
-    for backend in (None, "reference"):
-        memory = X.float()
-        wanted = anew(memory, memory, K.float(), kind, backend=backend)
-        found = verb(memory, memory, K.float(), kind, backend=backend)
-        assert_near(found, wanted, "float32 ways")
-        assert memory is found[0]
+COMPILERS = (None, "aot_eager", *(["inductor"] if INDUCTOR else []))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 @every_pair(
-    kind=tuple(OF_TWO),
+    lambda case: case.get("kind", "a weight") in OF_TWO or case.get("compiler") is None,
+    kind=tuple(KINDS),
     verb=(in_place, into),
-    compiler=("eager", "aot_eager", *(["inductor"] if INDUCTOR else [])),
+    compiler=COMPILERS,
     source=("a view", "an argument"),
     backend=(None, "reference"),
 )
-def test_compiled(
-    kind: str, verb: Callable[..., Any], compiler: str, source: str, backend: str | None
+def test_results(
+    kind: str, verb: Callable[..., Any], compiler: str | None, source: str, backend: str | None
 ) -> None:
     memory, k = X.float(), K.float()
     wanted = anew(memory, memory, k, kind, backend=backend)
@@ -96,12 +88,13 @@ def test_compiled(
         own = q if source == "a view" else other.transpose(0, 1)
         return verb(own, q, k, kind, backend=backend)
 
-    compiled = torch.compile(run, backend=compiler, fullgraph=True)
-    found = compiled(memory.transpose(0, 1), memory, k)
-    if backend is None:
+    call = torch.compile(run, backend=compiler, fullgraph=True) if compiler else run
+    found = call(memory.transpose(0, 1), memory, k)
+    if compiler and backend is None:
         assert_same_bits(found, wanted)
     assert_near(found, wanted, "float32 ways")
     assert_same_bits(memory, found[0])
+    assert memory is found[0] or compiler
 
 
 WAYS = [
