@@ -1,16 +1,20 @@
-"""Sharded parameters of a model made of this library's modules."""
+"""Sharded parameters, pipeline stages and checkpoints of a model made of this library's modules."""
 
 from __future__ import annotations
 
 import copy
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
@@ -134,3 +138,60 @@ def sharded_parameters_in_bfloat16(group: Group) -> None:
         # The mean over processes is a float32 sum in any order.
         bound = parts.abs().sum(0) * 2**-23
         assert ((grad - parts.mean(0)).abs() <= bound).all(), name
+
+
+@scenario
+def pipeline(group: Group) -> None:
+    """Pipeline stages equal the same microbatches on one process, to the bit."""
+    count = group.size
+    x, target = torch.randn(2, 2 * count, TOKENS, WIDTH)
+    model = layers()
+    parts = [nn.Sequential(*model[i :: group.size]) for i in range(group.size)]
+    whole = nn.Sequential(*copy.deepcopy(parts))
+
+    def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y - target).square().mean()
+
+    want = []
+    for row, goal in zip(x.chunk(count), target.chunk(count)):
+        want.append(whole(row))
+        loss(want[-1], goal).backward()
+
+    stage = PipelineStage(parts[group.rank], group.rank, group.size, torch.device("cpu"))
+    runner = Schedule1F1B(stage, count, loss_fn=loss)
+    first, last = group.rank == 0, group.rank == group.size - 1
+    got = runner.step(*([x] if first else []), **({"target": target} if last else {}))
+    if last:
+        assert torch.equal(got, torch.cat(want))
+    for mine, full in zip(parts[group.rank].parameters(), whole[group.rank].parameters()):
+        assert torch.equal(mine.grad, full.grad / count)
+
+
+@scenario
+def checkpoint_for_fewer_processes(group: Group) -> None:
+    """Save on all processes and load on half of them."""
+    model = layers()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 16)
+    x = torch.randn(2, TOKENS, WIDTH)
+    want = model(x)
+    keys = {name for name, _ in model.named_parameters()}
+    assert set(model.state_dict()) == keys  # no frequencies, no tables
+    shard(model, group.mesh, MixedPrecisionPolicy())
+    state = get_model_state_dict(model)
+    assert set(state) == keys
+    dcp.save(state, checkpoint_id=group.folder)
+
+    half = list(range(group.size // 2))
+    mesh = DeviceMesh("cpu", half)
+    if group.rank in half:
+        with torch.device("meta"):
+            fresh = layers()
+        shard(fresh, mesh, MixedPrecisionPolicy())
+        fresh.to_empty(device="cpu")
+        state = get_model_state_dict(fresh)
+        dcp.load(state, checkpoint_id=group.folder, process_group=mesh.get_group())
+        set_model_state_dict(fresh, state)
+        assert torch.equal(fresh(x), want)
+    dist.barrier()
