@@ -13,7 +13,7 @@ from tests.support.calls import CASES, VERBS, Call, is_defined
 from tests.support.helpers import noise, on
 from tests.support.matrix import needs_kernel
 from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope.functional import rerotate_, rotate, rotate_qk, write_kv
+from tightrope.functional import rerotate, rerotate_, rotate, rotate_qk, write_kv
 
 ENTRIES, BLOCKS = 5, 3
 # The layout of a cache with blocks, where it is not that of x.
@@ -208,3 +208,9 @@ def test_entries_rotate_in_place(undo: bool, number: int) -> None:
     assert on(case["backend"], rerotate_, cache, *both, *rope[1:], **into) is cache
     assert cache._version > version
     assert_written(cache, expected, case)
+    # Without slots, keys that have no old or no new rotation are turned once.
+    inside, out = x.clone(), torch.empty_like(x)
+    for verb, k, more in ((rerotate, x, {}), (rerotate_, inside, {}), (rerotate, x, {"out": out})):
+        found = on(case["backend"], verb, k, *both, *rope[1:], layout=layout, **more)
+        assert found is {rerotate_: inside}.get(verb, more.get("out", found))
+        assert_written(found.clone(), turned.clone(), case)
