@@ -106,7 +106,7 @@ def test_a_layer_replaces_what_is_its_own(case: Mapping[str, Any]) -> None:
             _, (start, *where), _ = shared.arguments()
             start = start.at(*where) if isinstance(start, RopeSpec) else start
             rotate(xs[0].detach(), start, layout=case["layout"])  # none of what it keeps is taken
-            rope = start.having(inv_freq=rope.inv_freq, phases=rope.phases)
+            rope = start.having(inv_freq=rope.inv_freq).having(phases=rope.phases)
         ys = call.run(xs, (rope,), options)
         slopes = torch.autograd.grad([y.sum() for y in ys], list(learned.values()))
         found.append([*ys, *slopes])

@@ -54,7 +54,7 @@ def test_a_prepared_rotation_is_a_frozen_value_that_shows_what_was_given() -> No
 
 
 def test_a_copy_rotates_as_the_original() -> None:
-    spec = RopeSpec(8, scaling=DynamicNTK(2.0, 4))
+    spec = RopeSpec(8, base=500.0, scaling=DynamicNTK(2.0, 4))
     x, rope = X.expand(2, 1, 3, 8), spec.at(torch.tensor([[0, 1, 2], [0, 6, 7]]))
     want = rotate(x, rope)
     for copied in (copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
