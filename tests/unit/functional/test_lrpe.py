@@ -92,8 +92,13 @@ def test_it_rotates_by_theta(data: st.DataObject) -> None:
         assert_same_bits(inside, found[0][0].detach())
 
 
-def test_theta_of_one_number_without_heads_is_of_the_first_pair() -> None:
-    x, theta = noise(2, 5, 12), noise(1, seed=1)
+@pytest.mark.parametrize("act, dim", [("silu", None), ("softmax", -1), ("softmax", 1)])
+def test_without_heads(act: str, dim: int | None) -> None:
+    """As with one head; a single number is that of the first pair."""
+    x, theta = noise(2, 5, 12), noise(4, seed=1)
+    with_heads = lrpe_rotate_1d(x[:, :, None], theta, 0, act, dim)
+    assert_same_bits(lrpe_rotate_1d(x, theta, 0, act, dim), with_heads[:, :, 0])
+    theta = theta[:1]
     every, first = lrpe_rotate_1d(x, theta, theta_axis="head"), lrpe_rotate_1d(x, theta)
     assert_same_bits(lrpe_rotate_1d(x, theta.expand(6)), every)
     assert_same_bits(lrpe_rotate_1d(x, theta[:, None]), first)
