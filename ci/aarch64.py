@@ -41,7 +41,7 @@ PACKAGES = (
 TESTS = """
     laws/test_numerics repository/test_conformance laws/test_invariance
     unit/functional/test_tables torch_modes/test_autograd unit/ops/test_gradients
-    unit/test_activations unit/test_gates unit/ops/test_phased kernel/cpu/test_instruction_sets
+    unit/test_activations unit/ops/test_phased kernel/cpu/test_instruction_sets
 """
 SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 6e-8, 3e38, 65519.0, -70.0)
 

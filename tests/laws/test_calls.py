@@ -20,7 +20,8 @@ from tests.support import oracle
 from tests.support.calls import CASES, Call, allowed, is_defined
 from tests.support.checkpointing import POLICIES, saving
 from tests.support.extra_tensors import Wrapper, negated
-from tests.support.helpers import noise
+from tests.support.functions import FUNCTIONS, Function
+from tests.support.helpers import Copies, noise
 from tests.support.matrix import needs_kernel
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits, value
 from tightrope import RopeSpec
@@ -34,6 +35,16 @@ Tensors = Mapping[str, torch.Tensor]
 def every_case(test: Callable[..., None]) -> Callable[..., None]:
     cases = pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
     return pytest.mark.one_in(2)(cases(test))
+
+
+def every_call(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test for every case, and for calls of other functions."""
+    calls, names = [*CASES, *FUNCTIONS.values()], [*map(str, range(len(CASES))), *FUNCTIONS]
+    return pytest.mark.one_in(2)(pytest.mark.parametrize("case", calls, ids=names)(test))
+
+
+def call_of(case: Any) -> Call | Function:
+    return case if isinstance(case, Function) else Call(case)
 
 
 def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -98,7 +109,7 @@ def test_a_layer_replaces_what_is_its_own(case: Mapping[str, Any]) -> None:
             _, (start, *where), _ = shared.arguments()
             start = start.at(*where) if isinstance(start, RopeSpec) else start
             rotate(xs[0].detach(), start, layout=case["layout"])  # none of what it keeps is taken
-            rope = start.having(inv_freq=rope.inv_freq, phases=rope.phases)
+            rope = start.having(inv_freq=rope.inv_freq).having(phases=rope.phases)
         ys = call.run(xs, (rope,), options)
         slopes = torch.autograd.grad([y.sum() for y in ys], list(learned.values()))
         found.append([*ys, *slopes])
@@ -217,10 +228,11 @@ def test_selective_checkpointing_gives_the_same_results_and_gradients(
 # --- without data ---------------------------------------------------------------------------------
 
 
-@every_case
-def test_shapes_without_data(case: Mapping[str, Any]) -> None:
+@every_call
+@pytest.mark.parametrize("fake", [False, True], ids=["meta", "fake"])
+def test_shapes_without_data(case: Any, fake: bool) -> None:
     """Meta or fake tensors give the shapes, dtypes and strides of real ones, and of their gradients."""
-    call, fake = Call(case), CASES.index(case) % 2
+    call = call_of(case)
 
     def run(leaves: Tensors) -> tuple[Any, ...]:
         given, learned = call.new_leaves(leaves)
@@ -237,6 +249,24 @@ def test_shapes_without_data(case: Mapping[str, Any]) -> None:
     assert [y.stride() for y in found[0]] == [y.stride() for y in wanted[0]]
 
 
+@every_case
+def test_a_repeated_call_on_a_device_copies_nothing(case: Mapping[str, Any]) -> None:
+    """Nor does its backward pass: a copy would wait for the device, and no CUDA graph could be captured."""
+    call = Call(case)
+    leaves, learned = call.new_leaves({name: x.to("meta") for name, x in call.leaves.items()})
+    with torch.device("meta"):
+        arguments = call.arguments(**leaves)
+
+    def step() -> None:
+        ys = [y.sum() for y in call.run(*arguments)]
+        torch.autograd.grad(ys, list(learned.values()), retain_graph=True)
+
+    step()
+    with Copies() as mode:
+        step()
+    assert mode.found == []
+
+
 # --- transforms -----------------------------------------------------------------------------------
 
 
@@ -244,12 +274,14 @@ def stacked(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((x, 0.75 * x, 1.25 * x))
 
 
-@every_case
-def test_vmap_and_gradients_in_it(case: Mapping[str, Any]) -> None:
+@every_call
+def test_vmap_and_gradients_in_it(case: Any) -> None:
     """Mapped calls and their gradients are those of a loop, whichever tensors are mapped."""
-    # vmap writes only into tensors that are mapped.
-    verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
-    call = Call({**case, "dtype": torch.float64, "verb": verb})
+    if not isinstance(case, Function):
+        # vmap writes only into tensors that are mapped.
+        verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
+        case = {**case, "dtype": torch.float64, "verb": verb}
+    call = call_of(case)
     names = call.learned()
     stacks = [stacked(call.leaves[name]) for name in names]
 
@@ -308,11 +340,14 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+REGISTERED = [*CASES[::12], *list(FUNCTIONS.values())[::5]]
+
+
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("case", CASES[::12], ids=range(len(CASES[::12])))
-def test_operators_are_registered_as_torch_asks(case: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize("case", REGISTERED, ids=range(len(REGISTERED)))
+def test_operators_are_registered_as_torch_asks(case: Any) -> None:
     """Those of the call and of its backward pass pass opcheck."""
-    call = Call(case)
+    call = call_of(case)
     leaves, learned = call.new_leaves()
     with Recorder(learns=True) as there:
         loss = sum(y.square().sum() for y in call(**leaves))

@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support.calls import CASES, Call
-from tests.support.tolerances import assert_each, assert_near
+from tests.support.functions import FUNCTIONS, Function
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_each, assert_near, assert_same_bits
+from tightrope import RopeSpec
+from tightrope.frequencies import YaRN
+from tightrope.functional import lrpe_rotate_1d, rerotate, rerotate_
 
 # Sizes are known, or symbols; or the call is mapped, and differentiated by torch.func.
 WAYS = ("static", "dynamic", "transformed")
-NUMBERS = range(0, len(CASES), 5)
+CALLS: list[Any] = [*CASES[::5], *list(FUNCTIONS.values())[::3]]
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -24,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 class Module(torch.nn.Module):
     """A call of q and k whose other tensors are parameters: to the compiler, their sizes are constants."""
 
-    def __init__(self, case: Mapping[str, Any]) -> None:
+    def __init__(self, case: Mapping[str, Any] | Function) -> None:
         super().__init__()
-        self.call = Call(case)
+        self.call = case if isinstance(case, Function) else Call(case)
         self.learned = self.call.learned()
         self.rest = torch.nn.ParameterDict(
             {
@@ -58,24 +64,25 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", range(len(CALLS)))
 def test_a_compiled_call_is_one_graph(number: int) -> None:
-    case: Mapping[str, Any] = CASES[number]
-    way = WAYS[number // 5 % 3]
+    case, way, plain = CALLS[number], WAYS[number % 3], True
     if way != "transformed":
         module = Module(case)
         # With symbols, lengths are not read, and phase words by them are of float64.
-        dynamic = way == "dynamic" and case["frequencies"] != "by length"
-        found = module.gradients(compiled(module), dynamic)
+        by_length = not isinstance(case, Function) and case["frequencies"] == "by length"
+        found = module.gradients(compiled(module), way == "dynamic" and not by_length)
         # In place, a gradient of -0 becomes 0 where autograd adds the zeros of what x was.
         assert_each(torch.equal, found, module.gradients(module))
         return
-    # vmap writes only into tensors that are mapped.
-    verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
-    # In float64, the definition runs where there is an f or P, as does the backend "reference".
-    plain = {case["act"], case["gate"]} == {"none"}
-    dtype = torch.float64 if plain else torch.float32
-    call = Call({**case, "dtype": dtype, "verb": verb, "backend": None})
+    call = case
+    if not isinstance(case, Function):
+        # vmap writes only into tensors that are mapped.
+        verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
+        # In float64, the definition runs where there is an f or P, as does the backend "reference".
+        plain = {case["act"], case["gate"]} == {"none"}
+        dtype = torch.float64 if plain else torch.float32
+        call = Call({**case, "dtype": dtype, "verb": verb, "backend": None})
     names = call.learned()
     stacks = [torch.stack((call.leaves[name], 0.75 * call.leaves[name])) for name in names]
 
@@ -88,3 +95,31 @@ def test_a_compiled_call_is_one_graph(number: int) -> None:
     run = torch.func.grad_and_value(loss, tuple(range(len(names))))
     for got, wanted in zip(compiled(run)(*stacks), run(*stacks), strict=True):
         assert_near(got, wanted, "float64 ways, higher order" if plain else "float32 ways")
+
+
+PLAIN, SCALED = RopeSpec(12), RopeSpec(12, base=5e5, scaling=YaRN(4.0, 4096))
+THETA = noise(3, 4, seed=1)
+#: Calls with an offset, which a graph takes as a symbol.
+BY_OFFSET: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "rerotate": lambda x, at: rerotate(x, PLAIN, PLAIN, at, 7 * at, layout="bshd"),
+    "rerotate_": lambda x, at: rerotate_(x * 1, PLAIN, SCALED, at, 3, layout="bshd"),
+    "lrpe": lambda x, at: lrpe_rotate_1d(x, THETA, at, "silu"),
+    "lrpe, softmax": lambda x, at: lrpe_rotate_1d(x, THETA, at, "softmax", -1),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", BY_OFFSET)
+def test_one_graph_for_all_offsets_and_lengths(name: str) -> None:
+    """One for x without a gradient, and one for x with a gradient."""
+    counter, call = CompileCounterWithBackend("aot_eager"), BY_OFFSET[name]
+    counts = set()
+    run = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for offset, tokens in ((5, 10), (6, 10), (700, 17), (2**40, 17), (4, 21)):
+        x = noise(2, tokens, 3, 12)
+        assert_same_bits(run(x, offset), call(x, offset))
+        x.requires_grad_()
+        slopes = [torch.autograd.grad(each(x, offset).square().sum(), x) for each in (run, call)]
+        assert_near(*slopes, "float64 ways")
+        counts.add(counter.frame_count)
+    assert len(counts) == 1

@@ -14,7 +14,7 @@ from tests.support import oracle
 from tests.support.calls import VERBS, Call, is_defined
 from tests.support.helpers import noise, on
 from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope.functional import rerotate_, rotate, rotate_qk, write_kv
+from tightrope.functional import rerotate, rerotate_, rotate, rotate_qk, write_kv
 
 ENTRIES, BLOCKS = 5, 3
 # The layout of a cache with blocks, where it is not that of x.
@@ -183,9 +183,16 @@ def check_entries(case: Mapping[str, Any], number: int, undo: bool, device: Any 
     version, (view, there) = cache._version, own.entries_of(cache, letters)
     x = torch.zeros_like(x)
     oracle.as_bhsd(x, own.layout).transpose(1, 2)[own.slots >= 0] = view[there]
-    expected = own.with_(own.on(rotate, x, *rope, **own.options), cache, letters)
+    turned = own.on(rotate, x, *rope, **own.options)
+    expected = own.with_(turned, cache, letters)
     both = (rope[0], None) if undo else (None, rope[0])
     into = {"layout": own.layout, "slots": own.given}
     assert own.on(rerotate_, cache, *both, *rope[1:], **into) is cache
     assert cache._version > version
     assert_written(cache, expected, case)
+    # Without slots, keys that have no old or no new rotation are turned once.
+    inside, out = x.clone(), torch.empty_like(x)
+    for verb, k, more in ((rerotate, x, {}), (rerotate_, inside, {}), (rerotate, x, {"out": out})):
+        found = own.on(verb, k, *both, *rope[1:], layout=own.layout, **more)
+        assert found is {rerotate_: inside}.get(verb, more.get("out", found))
+        assert_written(found.clone(), turned.clone(), case)

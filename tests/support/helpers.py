@@ -16,7 +16,9 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tightrope.backends import use
 
@@ -164,3 +166,28 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.factor * gradient, None
+
+
+class Copies(TorchFunctionMode):
+    """Lists each torch function that copies data between the host and a device, for which meta tensors stand.
+
+    It is a torch function mode, because dispatch modes do not see what is cached.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = (
+            {x.device.type for x in tree_leaves(each) if isinstance(x, torch.Tensor)}
+            for each in ((args, kwargs), result)
+        )
+        name = getattr(func, "__name__", str(func))
+        made_here = name in ("tensor", "as_tensor", "from_numpy") and "meta" in made
+        if made_here or (made and given and made != given):
+            self.found.append(name)
+        return result

@@ -6,6 +6,8 @@ written in one of two ways:
 - `call`, the name of a function, with the arguments that are wrong: by position (`args`) and by name (`with`), in
   the language of written_calls.py and its `MAKERS` here, or by name as JSON has them (`given`).
 - `python`, an expression that makes the call, or returns it. A star before it: it returns a list of them.
+
+A row with `kernel` needs the compiled operators, which check what their definitions do not.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import builtins
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,8 @@ import pytest
 import torch
 
 from tests.support.helpers import assert_refused, on
+from tests.support.matrix import needs_kernel
+from tests.support.tolerances import assert_same_bits
 from tests.support.written_calls import value_of
 from tightrope import RopeSpec, axes, frequencies, functional, gates, nn, phases, positions, stacks
 from tightrope.activations import RMSNorm
@@ -79,21 +84,35 @@ def calls_of(
 def refused_calls(
     path: Path, functions: Mapping[str, Callable[..., object]], names: Mapping[str, Any]
 ) -> Callable[..., None]:
-    """Return a test with a case for each call of a file.
+    """Return a test with a case for each call of a file: it is refused, and no tensor that has a name is written.
 
     Args:
         functions: what has valid other arguments, by the names that `call` gives.
         names: what expressions may name beside `NAMES`.
     """
     cases = [
-        pytest.param(row, call, id=f"[{row.get('of', row.get('call', ''))}] {row['text']}")
+        pytest.param(
+            row,
+            call,
+            id=f"[{row.get('of', row.get('call', ''))}] {row['text']}",
+            marks=needs_kernel if "kernel" in row else (),
+        )
         for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())
         for call in calls_of(row, functions, {**NAMES, **names})
     ]
 
+    tensors = [x for x in names.values() if type(x) is torch.Tensor and x.device.type == "cpu"]
+    dense = [x for x in tensors if x.layout == torch.strided and not x.is_nested]
+
     @pytest.mark.parametrize("row, call", cases)
     def test(row: Mapping[str, Any], call: Callable[[], object]) -> None:
-        of = row.get("of", row.get("call", ""))
-        assert_refused(getattr(builtins, row["error"]), of, row["text"], call)
+        of, before = row.get("of", row.get("call", "")), [x.clone() for x in dense]
+        for _ in range(2):  # perhaps the first call keeps something
+            if row["error"] == "RuntimeError":  # of a raw operator: torch adds to its sentences
+                with pytest.raises(RuntimeError, match=re.escape(row["text"])):
+                    call()
+            else:
+                assert_refused(getattr(builtins, row["error"]), of, row["text"], call)
+        assert_same_bits(dense, before)
 
     return test

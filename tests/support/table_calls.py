@@ -80,7 +80,7 @@ def right(x: torch.Tensor, tables: Any, start: int, *how: Any) -> torch.Tensor:
 
 
 def check_tables(case: Mapping[str, Any], device: Any = "cpu") -> None:
-    """Results and gradients are the oracle's, out of place and in place, of q alone or beside k.
+    """Results and gradients are the oracle's, out of place and in place, of q alone or beside k, of any strides.
 
     Where the pairing is interleaved, the entries of tables are not adjacent in memory.
     """
@@ -147,6 +147,8 @@ def check_tables(case: Mapping[str, Any], device: Any = "cpu") -> None:
         backend, copies = case["backend"], [x.clone() for x in xs]
         alone, none = on(backend, apply_rotary_pos_emb, xs[0], None, *given, dim, **options)
         inside = on(backend, apply_rotary_pos_emb_, *copies, *given, dim, **options)
+        strided = [torch.stack((t, t), -1)[..., 0].requires_grad_() for t in (*xs, *given)]
+        again = on(backend, apply_rotary_pos_emb, *strided, dim, **options)
         if case["ids"] is None:  # tables of as many dimensions as q
             each = [table.detach().reshape(*spread, table.shape[-1]) for table in given]
             each = [
@@ -157,4 +159,4 @@ def check_tables(case: Mapping[str, Any], device: Any = "cpu") -> None:
             )
     assert none is None
     assert_each(lambda a, b: a is b, inside, copies)
-    assert_same_bits([alone, *copies], [ys[0], *ys])
+    assert_same_bits([alone, *copies, *again], [ys[0], *ys, *ys])

@@ -15,6 +15,7 @@ from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_qk, rotate_qk_
+from tightrope.gates import Channels, Exp, Scalar, XPos
 from tightrope.ops import gradients, schema
 
 NAMES = ACTS[1:-1]
@@ -309,3 +310,55 @@ def test_q_and_k_may_have_different_stages() -> None:
     xpos = gates.XPos(0)
     z = rotate_qk(q, k, spec, 5, gate=xpos)[1]
     assert_same_bits(z, rotate(k, spec, 5, gate=xpos.for_keys()))
+
+
+# --- factors of gates -----------------------------------------------------------------------------
+
+CHANNELS, HALF, F64 = Channels(8, 0, 8, True), Channels(8, 2, 4, False), torch.float64
+
+
+def test_scalar_and_products() -> None:
+    factor = Scalar(3.0).factor(CHANNELS, dtype=F64)
+    assert_near(factor, torch.full((1, 1, 1, 1), 3.0, dtype=F64), "float64 ways")
+    value = torch.tensor(3.0, requires_grad=True)
+    (grad,) = torch.autograd.grad(Scalar(value).factor(CHANNELS).sum(), value)
+    assert_near(grad, torch.tensor(1.0), "float32 ways")
+    x, gamma = noise(2, 3, 5, 8), noise(3, 8)
+    log = gates.total("x", x, [Exp(gamma), Scalar(2.0)], CHANNELS)
+    assert_near(log.exp(), gamma.exp()[None, :, None] * 2, "float64 ways")  # type: ignore[union-attr]
+    assert gates.total("x", x, [], CHANNELS) is None
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float64])
+@pytest.mark.parametrize("centre", [4, 0.3, 2.0**24 + 0.25, 1e9, 2.0**31])
+def test_xpos_is_the_formula_of_the_paper(kind: torch.dtype, centre: float) -> None:
+    """For any token alone; the distance of a position from the centre is exact, even far from 0."""
+    gate = XPos(centre=centre, scale_base=32.0, smoothing=0.4)
+    near = [int(centre) - 70, int(centre) - 1]
+    for dtype, digits in ((F64, 1e-12), (torch.float32, 1e-6)):
+        got = gate.factor(HALF, torch.tensor([near], dtype=kind), dtype)
+        for token, position in enumerate(near):
+            for channel in range(8):
+                # Channels 2 to 5 rotate, as pairs of halves.
+                zeta = (2 * (channel % 2) / 4 + 0.4) / 1.4 if 2 <= channel < 6 else 1.0
+                wanted = zeta ** ((position - centre) / 32)
+                assert math.isclose(got[0, 0, token, channel].item(), wanted, rel_tol=digits)
+        alone = gate.factor(HALF, torch.tensor([near[1:]], dtype=kind), dtype)
+        assert torch.equal(alone[:, :, 0], got[:, :, 1])
+    opposite = gate.for_keys().factor(HALF, torch.tensor([near], dtype=kind), torch.float32)
+    assert_near(got * opposite, torch.ones_like(got), "float32 ways")
+    assert gates.pair((gate, gate))[1] == gate
+    assert gates.pair(gate)[1] == gate.for_keys() != gate == gate.for_keys().for_keys()
+
+
+def test_xpos_up_to_the_last_position_that_fits() -> None:
+    """Beyond it is an error, or NaN where positions cannot be read."""
+    gate, last = XPos(centre=0), 36260  # floor(ln(largest float32) · 512 / ln(1.4 / 0.4))
+    got = gate.factor(CHANNELS, torch.tensor([[-last, last]]))
+    assert (got.isfinite() & (got > 0)).all()
+    with pytest.raises(ValueError, match="overflows float32"):
+        gate.factor(CHANNELS, torch.tensor([[last + 1]]))
+    where = torch.tensor([[1.0, 1e9]])
+    got = torch.func.vmap(lambda w: gate.factor(CHANNELS, w[None]))(where)
+    assert got[..., 0, :].isfinite().all()
+    assert got[..., 1, 0].isnan().all()

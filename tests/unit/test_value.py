@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tightrope import RopeSpec, frequencies
+from tests.support.written_calls import rows_of
+from tightrope import RopeSpec, frequencies, nn, stacks
 from tightrope.axes import Axes
-from tightrope.frequencies import RULES, DynamicNTK, Given, LongRoPE, Rule, YaRN
+from tightrope.frequencies import RULES, DynamicNTK, Given, Linear, LongRoPE, Rule, YaRN
 
 ROWS = Path(__file__).with_name("spec").joinpath("specs.jsonl").read_text(encoding="utf-8")
 SPECS = [RopeSpec.from_dict(json.loads(row)["spec"]) for row in ROWS.splitlines()]
@@ -23,11 +24,17 @@ YARN = YaRN(32.0, 4096)
 # A value for each field that differs from that of YARN.
 FIELDS = {"factor": 33.0, "original_max_position": 4097, "beta_fast": 31.0, "beta_slow": 2.0}
 FIELDS |= {"truncate": False, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+# The same for the first spec.
+OF_SPEC = {"head_dim": 14, "base": 4.0, "rotary_dim": 6, "start": 1, "interleaved": False}
 VALUES: list[Any] = [
     *(*SPECS, *OF_RULES, *dict.fromkeys(spec.axes for spec in SPECS if spec.axes), YARN),
     *(dataclasses.replace(YARN, **{name: value}) for name, value in FIELDS.items()),  # type: ignore[arg-type]
+    *(dataclasses.replace(SPECS[0], **{name: value}) for name, value in OF_SPEC.items()),  # type: ignore[arg-type]
+    dataclasses.replace(SPECS[0], scaling=Linear(1.0)),  # rotates alike
+    dataclasses.replace(SPECS[0], axes=Axes.blocks((4,))),
 ]
-NAMES = {**vars(frequencies), "Axes": Axes, "RopeSpec": RopeSpec}
+NAMES = {**vars(frequencies), **vars(nn), "Axes": Axes, "RopeSpec": RopeSpec}
+NAMES |= {"get": stacks.get, "torch": torch}
 COPIES: list[Callable[[Any], Any]] = [
     *(copy.copy, copy.deepcopy, dataclasses.replace),
     *(lambda value, n=n: pickle.loads(pickle.dumps(value, n)) for n in range(2, 6)),
@@ -97,11 +104,12 @@ def test_every_rule_of_transformers_has_a_name() -> None:
     assert (RULES["deepseek_yarn"], RULES["su"]) == (YaRN, LongRoPE)
 
 
-def test_a_repr_is_short() -> None:
-    long = tuple(float(k) for k in range(1, 49))
-    assert repr(LongRoPE((1.0,) * 48, long, 4096, factor=2.0)) == (
-        "LongRoPE(short_factor=(1.0, 1.0, … 45 more …, 1.0), "
-        "long_factor=(1.0, 2.0, … 45 more …, 48.0), original_max_position=4096, factor=2.0)"
-    )
-    assert repr(YaRN(4, 4096)) == "YaRN(factor=4.0, original_max_position=4096)"
+@pytest.mark.parametrize("row", rows_of(Path(__file__).with_name("reprs.jsonl")))
+def test_a_repr_is_a_short_call(row: dict[str, str]) -> None:
+    """Of specs and axes it is the call itself; of the others, `python` is a call that makes the value."""
+    made = eval(row.get("python", row["repr"]), dict(NAMES))
+    assert repr(made) == row["repr"]
+
+
+def test_a_repr_of_many_numbers_is_short() -> None:
     assert len(repr(Given.of(torch.ones(2, 12, 64)))) < 400

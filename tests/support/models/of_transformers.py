@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,88 +11,16 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.support.tolerances import value
 
-VOCABULARY, TOKENS, DIM = 96, 12, 16
-TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "head_dim": DIM,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_PLAIN = {k: v for k, v in TEXT.items() if k not in ("num_key_value_heads", "head_dim")}
-DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
-MROPE: dict[str, Any] = {**DEFAULT, "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+TOKENS, DIM = 12, 16
+_DATA = json.loads(Path(__file__).with_name("of_transformers.json").read_text(encoding="utf-8"))
+DEFAULT, YARN, LLAMA3, DYNAMIC = (
+    _DATA["rules"][name] for name in ("default", "yarn", "llama3", "dynamic")
+)
 #: Beyond 32 tokens the long factors count.
-LONGROPE: dict[str, Any] = {
-    **DEFAULT,
-    "rope_type": "longrope",
-    "original_max_position_embeddings": 32,
-    "factor": 8.0,
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0 + pair for pair in range(8)],
-}
-YARN: dict[str, Any] = {
-    **DEFAULT,
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-}
-LLAMA3: dict[str, Any] = {
-    **DEFAULT,
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-DYNAMIC: dict[str, Any] = {**DEFAULT, "rope_type": "dynamic", "factor": 4.0}
-
-#: Family -> model_type and settings.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("llama", TEXT),
-    "Phi-3": (
-        "phi3",
-        {**TEXT, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
-    ),
-    "GPT-NeoX": (
-        "gpt_neox",
-        {**_PLAIN, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
-    ),
-    "GPT-J": ("gptj", {**_PLAIN, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}),
-    "Gemma 3": (
-        "gemma3_text",
-        {**TEXT, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
-    ),
-    "DeepSeek-V3": (
-        "deepseek_v3",
-        {
-            **_PLAIN,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 32,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": DIM,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-            "rope_interleave": True,
-        },
-    ),
-    "Llama 4": (
-        "llama4_text",
-        {**TEXT, "num_local_experts": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 64},
-    ),
-    "Qwen2.5-VL": ("qwen2_5_vl_text", {**TEXT, "rope_parameters": MROPE}),
+LONGROPE = _DATA["rules"]["longrope"]
+#: Family -> its settings, with model_type.
+FAMILIES: dict[str, dict[str, Any]] = {
+    name: {**_DATA["every"], **own} for name, own in _DATA["families"].items()
 }
 
 
@@ -99,8 +29,7 @@ def small_model(family: str, **settings: Any) -> Any:
 
     Its weights keep the variance of activations, so that attention scores depend on angles.
     """
-    model_type, own = FAMILIES[family]
-    config = AutoConfig.for_model(model_type, **{**own, **settings})
+    config = AutoConfig.for_model(**{**FAMILIES[family], **settings})
     torch.manual_seed(0)
     maker: Any = AutoModel if family == "Qwen2.5-VL" else AutoModelForCausalLM
     model = maker.from_config(config, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""What the public functions refuse: the kind of error, and the phrase that says the rule."""
+"""What the public functions refuse: the kind of error, and the phrase that says the rule; nothing is written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 
-from tests.support.helpers import noise, on, refused
-from tests.support.matrix import every_backend
+from tests.support.helpers import noise, on
 from tests.support.refused_calls import refused_calls
-from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, phases, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given, LongRoPE
@@ -37,8 +34,10 @@ from tightrope.functional.scan import PolarState
 
 Call = Callable[[], object]
 
+# Numbers, because a rotation of zeros would not show that it was written.
+full_of = partial(noise, dtype=torch.float32)
 SPEC = RopeSpec(12, rotary_dim=8, start=2)
-X, Y, OUT = (torch.zeros(2, 3, 5, 12) for _ in range(3))
+X, Y, OUT = (full_of(2, 3, 5, 12, seed=seed) for seed in range(3))
 
 
 def calls_of(function: Callable[..., object], **valid: Any) -> Callable[..., Call]:
@@ -65,19 +64,7 @@ both = calls_of(rotate_qk, q=X, k=Y, rope=SPEC)
 both_ = calls_of(rotate_qk_, q=X, k=Y, rope=SPEC)
 negated = torch.complex(OUT, OUT).conj().imag
 twice = torch.zeros(1, 1, 1, 12).expand(2, 3, 5, 12)
-
-
-@every_backend
-def test_nothing_is_written_where_memory_overlaps(backend: str | None) -> None:
-    buffer = noise(2, 3, 9, 12)
-    before = buffer.clone()
-    with pytest.raises(ValueError, match=r"^\[rotate\] out must not overlap"):
-        on(backend, rotate, buffer[:, :, :5], SPEC, out=buffer[:, :, 3:8])
-    q, out = torch.ones_like(X), torch.complex(X, X).conj().imag
-    with pytest.raises(ValueError, match="negated view"):
-        on(backend, rotate_qk, q, q.clone(), SPEC, out=(OUT, out))
-    assert torch.equal(buffer, before)
-    assert not OUT.any()
+BUFFER = full_of(2, 3, 9, 12)
 
 
 # --- keywords of earlier versions -----------------------------------------------------------------
@@ -99,20 +86,19 @@ ON_META = X.to("meta")
 
 # --- caches ---------------------------------------------------------------------------------------
 
-K, V, SLOTS = torch.zeros(5, 3, 12), torch.zeros(5, 3, 7), torch.arange(5)
+Q, K, V, SLOTS = full_of(5, 3, 12), full_of(5, 3, 12), full_of(5, 3, 7), torch.arange(5)
 CACHE, OF_VALUES = torch.zeros(4, 3, 3, 12), torch.zeros(4, 3, 3, 7)
 FLAT, shared = CACHE.view(12, 3, 12)[:5], CACHE[:1].expand(4, 3, 3, 12)
+ENTRIES, AFTER = full_of(4, 3, 3, 12), torch.tensor([0, 1, 2, 3, 12])
 THD = {"rope": SPEC, "layout": "thd"}
 PAGED = {"cache": (CACHE, OF_VALUES), "slots": SLOTS}
 slot = calls_of(write_kv, q=None, k=K, v=V, **PAGED, **THD)
-slots = calls_of(write_kv, q=K.clone(), k=K, v=V, **PAGED, **THD)
+slots = calls_of(write_kv, q=Q, k=K, v=V, **PAGED, **THD)
 own = {"q": None, "k": K, "v": V, "cache": (OUT[0].transpose(0, 1), Y[0].transpose(0, 1)[..., :7])}
 part = calls_of(write_kv, **own, **THD)
-entry = calls_of(rerotate_, k=CACHE.clone(), old=None, new=SPEC, slots=SLOTS, layout="thd")
+entry = calls_of(rerotate_, k=ENTRIES, old=None, new=SPEC, slots=SLOTS, layout="thd")
 rows = calls_of(write_kv, q=None, k=X[:1], v=None, rope=SPEC, slots=SLOTS)
 rows_ = calls_of(rerotate_, k=X[:1], old=None, new=SPEC)
-
-
 IN_8_BITS = torch.empty(5, 3, 12, dtype=torch.float8_e4m3fn)
 
 
@@ -126,31 +112,6 @@ def with_tangent(
             slot(k=given["k"], v=None, cache=(given["cache"], None), slots=at, **more)()
 
     return run
-
-
-@every_backend
-@pytest.mark.parametrize("last", [12, -2])
-def test_no_slot_is_written_before_an_error(last: int, backend: str | None) -> None:
-    q, k, v, base = noise(5, 3, 12), noise(5, 3, 12), noise(5, 3, 7), noise(4, 3, 3, 20).fill_(1)
-    before, to = q.clone(), torch.tensor([0, 1, 2, 3, last])
-    place = {"cache": (base[..., :12], base[..., 12:19]), "slots": to, "out": q}
-    for act in (None, ("silu", "relu")):
-        with pytest.raises(IndexError):
-            on(backend, write_kv, q, k, v, SPEC, layout="thd", act=act, **place)
-        assert torch.equal(q, before)
-        assert (base == 1).all()
-
-
-@every_backend
-def test_no_part_of_a_cache_is_written_before_an_error(backend: str | None) -> None:
-    """The values would go to the memory of the keys that are read."""
-    q, k, keys = noise(2, 3, 5, 12), noise(2, 3, 5, 12), torch.ones(2, 3, 5, 12).double()
-    before = q.clone(), k.clone()
-    for wrong in (k, keys, k.float()):
-        with pytest.raises(ValueError, match=r"^\[write_kv\] "):
-            on(backend, write_kv, q, k, k, SPEC, cache=(keys, wrong), out=q)
-        assert_same_bits([q, k], before)
-        assert bool((keys == 1).all())
 
 
 # --- rounding -------------------------------------------------------------------------------------
@@ -177,9 +138,10 @@ SPECIAL: list[dict[str, Any]] = [
 
 # --- tables, the scan and LRPE --------------------------------------------------------------------
 
-Q, C, TABLE = torch.zeros(2, 3, 5, 8), torch.zeros(5, 8), torch.zeros(9, 4)
-LRPE = {"x": torch.zeros(2, 5, 4, 16), "theta": torch.zeros(8)}
-embedding = partial(rotary_embedding, x=Q, cos=TABLE, sin=TABLE, position_ids=ints(2, 5))
+HEAD, C, TABLE = torch.zeros(2, 3, 5, 8), torch.zeros(5, 8), torch.zeros(9, 4)
+OF_LRPE = full_of(2, 5, 4, 16)
+LRPE = {"x": OF_LRPE, "theta": torch.zeros(8)}
+embedding = partial(rotary_embedding, x=HEAD, cos=TABLE, sin=TABLE, position_ids=ints(2, 5))
 MEMORY, PACK = torch.zeros(2, 2, 8, 5), positions.packed(torch.tensor([0, 2, 7]))
 
 
@@ -190,11 +152,10 @@ def remembered(memory: Any, tokens: Any = 1, **more: Any) -> Call:
 lrpe, lrpe_ = (calls_of(f, **LRPE) for f in (lrpe_rotate_1d, lrpe_rotate_1d_))
 TWO_AXES, OVER_TOKENS = positions.multi_axis(ints(2, 5)), {"act": "softmax", "dim": 1}
 
-
 test_calls = refused_calls(
     Path(__file__).with_name("refused_calls.jsonl"),
     {
-        "apply_rotary_pos_emb": partial(apply_rotary_pos_emb, q=Q, k=None, cos=C, sin=C),
+        "apply_rotary_pos_emb": partial(apply_rotary_pos_emb, q=HEAD, k=None, cos=C, sin=C),
         "rotary_embedding": embedding,
         "rotary_pos_embedding": partial(rotary_pos_embedding, input_=X),
         "polar_scan": partial(polar_scan, rope=RopeSpec(8, interleaved=True), **HEADS),
@@ -203,12 +164,3 @@ test_calls = refused_calls(
     },
     globals(),
 )
-
-
-def test_a_softmax_over_the_tokens_is_refused_in_place() -> None:
-    x = noise(2, 5, 4, 16)
-    before = x.clone()
-    text = "a softmax over the tokens cannot be computed in place; call lrpe_rotate_1d (x: float64[2, 5, 4, 16])."
-    with refused(ValueError, f"[lrpe_rotate_1d_] {text}"):
-        lrpe_rotate_1d_(x, torch.zeros(8), act="softmax", dim=1)
-    assert_same_bits(x, before)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support import oracle, oracle_frequencies as truth
 from tests.support.helpers import on
@@ -19,7 +18,7 @@ from tests.support.tolerances import (
     assert_same_bits,
     dynamic_drift,
 )
-from tightrope import RopeSpec, phases, positions
+from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given, Linear, LongRoPE, YaRN
 from tightrope.functional import rerotate, rerotate_, rotate
@@ -177,49 +176,16 @@ def test_keys_lose_one_rounding(
     out = torch.empty_like(k)
     assert on(backend, move.of, k, out=out) is out
     assert_same_bits(out, moved)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, move in moves().items() if move.lengths[0] is None]
-)
-def test_the_ways_to_state_positions_agree(name: str) -> None:
-    """Beside a spec, or stated with it; the new ones are by default those of the old rotation."""
-    move, k = moves()[name], torch.randn(2, 3, TOKENS, 16)
-    (old, new), wanted = move.ends(), move.of(k)
+    # Positions may be stated beside a spec, or with it; the new ones are by default those of the old rotation.
+    old, new = move.ends()
     given = () if move.new is None else (None, move.new)
-    assert_same_bits(rerotate(k, old, new), wanted)
-    assert_same_bits(rerotate(k, old, move.after, *given), wanted)
-    assert_same_bits(rerotate(k, move.before, new, move.old), wanted)
-    assert_same_bits(rerotate_(k.clone(), old, new), wanted)
-
-
-@every_backend
-@pytest.mark.parametrize(
-    "stated",
-    [
-        {},
-        {"stack": "transformers"},
-        {"rounding": "each"},
-        {"inv_freq": torch.linspace(0.1, 1.0, 6)},
-        {"phases": phases.given(torch.linspace(0.0, 3.0, TOKENS).view(1, 1, TOKENS, 1))},
-    ],
-    ids=["plain", "stack", "rounding", "inv_freq", "phases"],
-)
-def test_keys_that_are_not_rotated_or_shall_not_be(stated: Any, backend: str) -> None:
-    """Without an old rotation, the new one; without a new one, the inverse of the old one."""
-    spec, k = spec_of(YARN), torch.randn(2, 3, TOKENS, 16)
-    at = spec.at(9, **stated)
-    ropes: list[tuple[Any, ...]] = [(at,), *([] if stated else [(spec, 9)])]
-    turned, undone = (on(backend, rotate, k, at, inverse=inverse) for inverse in (False, True))
-    for rope, *where in ropes:
-        for wanted, ends in ((turned, (None, rope)), (undone, (rope, None))):
-            assert_same_bits(on(backend, rerotate, k, *ends, *where), wanted)
-            out = torch.empty_like(k)
-            assert on(backend, rerotate, k, *ends, *where, out=out) is out
-            inside = k.clone()
-            assert on(backend, rerotate_, inside, *ends, *where) is inside
-            assert_same_bits([out, inside], [wanted, wanted])
-    assert_same_bits(on(backend, rerotate, k, None, spec, None, 9), on(backend, rotate, k, spec, 9))
+    ways = [(old, new), (old, move.after, *given), (move.before, new, move.old)]
+    for way in ways if move.lengths[0] is None else ways[:1]:
+        assert_same_bits(on(backend, rerotate, k, *way), moved)
+    # In another layout, and without keys.
+    other = on(backend, rerotate, k.transpose(1, 2), old, new, layout="bshd")
+    assert_same_bits(other.transpose(1, 2), moved)
+    assert on(backend, rerotate, k[:, :0], old, new).shape == (2, 0, TOKENS, 16)
 
 
 @pytest.mark.parametrize("after", [spec_of(), spec_of(base=5e5)], ids=repr)
@@ -264,16 +230,6 @@ def test_to_where_they_are_changes_no_bit(
 # --- caches ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "thd", "bsd", "sd"])
-def test_layouts(layout: str) -> None:
-    letters = layout.replace("t", "s")
-    k = torch.randn([{"b": 2, "h": 3, "s": TOKENS, "d": 16}[letter] for letter in letters])
-    for to in (spec_of(), spec_of(YARN, 5e5)):
-        moved = rerotate(k, spec_of(), to, 500, 3, layout=layout)
-        wanted = rerotate(oracle.as_bhsd(k, layout), spec_of(), to, 500, 3)
-        assert_same_bits(oracle.as_bhsd(moved, layout), wanted)
-
-
 def test_keys_with_frequencies_per_head() -> None:
     spec, plain = RopeSpec(4, scaling=Given(((1.0, 0.1), (0.5, 0.01)))), RopeSpec(4)
     k = torch.randn(2, 2, TOKENS, 4)
@@ -298,54 +254,3 @@ def test_rows_of_their_own_lengths(rule: Any) -> None:
     for row, (at, length) in enumerate(zip(offsets, lengths, strict=True)):
         own = spec.at(at, seq_len=length), spec.at(at, seq_len=9000)
         assert_same_bits(moved[row : row + 1], rerotate(k[row : row + 1], *own))
-
-
-@pytest.mark.parametrize("change", [rerotate, rerotate_])
-@pytest.mark.parametrize("rule", [None, DYNAMIC, LONGROPE], ids=repr)
-def test_a_context_shift_moves_all_keys_in_any_blocks(
-    rule: Any, change: Callable[..., torch.Tensor]
-) -> None:
-    """A cache of 4,100 tokens loses 50 of them: what stays has the frequencies of the shorter sequence."""
-    spec, kept, gone, whole = spec_of(rule), 4, 50, TRAINED + 4
-    keys = torch.randn(1, 2, whole, 16, dtype=torch.float64)
-    cache = rotate(keys, spec)
-
-    def move(block: torch.Tensor, old: int, new: int) -> torch.Tensor:
-        return change(block, spec.at(old, seq_len=whole), spec.at(new, seq_len=whole - gone))
-
-    lost = cache[:, :, kept : kept + gone].clone()
-    blocks = [move(cache[:, :, :kept], 0, 0)]
-    for first in range(kept + gone, whole, 1000):
-        block = cache[:, :, first : first + 1000]
-        blocks.append(move(block, first, first - gone))
-        assert (blocks[-1] is block) == (change is rerotate_)
-    assert_same_bits(cache[:, :, kept : kept + gone], lost)
-    left = torch.cat((keys[:, :, :kept], keys[:, :, kept + gone :]), 2)
-    pairs = oracle.pair_lengths(left, 12, start=2)
-    assert_rotations(torch.cat(blocks, 2), rotate(left, spec), pairs, 3, float(whole))
-
-
-@pytest.mark.parametrize("after", [spec_of(), spec_of(YARN)], ids=repr)
-@pytest.mark.parametrize("shape", [(2, 2, 0, 16), (0, 2, TOKENS, 16), (2, 0, TOKENS, 16)])
-def test_no_keys(shape: tuple[int, ...], after: RopeSpec) -> None:
-    k = torch.zeros(shape)
-    assert rerotate(k, spec_of(), after, 5, 3).shape == shape
-    assert rerotate_(k, spec_of(), after, 5, 3) is k
-
-
-@pytest.mark.parametrize("after", [spec_of(), spec_of(YARN, 5e5)], ids=repr)
-@pytest.mark.parametrize("change", [rerotate, rerotate_])
-def test_one_graph_for_all_offsets(
-    change: Callable[..., torch.Tensor], after: RopeSpec, fresh_compiler: None
-) -> None:
-    graphs, before = CompileCounterWithBackend("eager"), spec_of()
-
-    @torch.compile(fullgraph=True, backend=graphs, dynamic=True)
-    def shift(k: torch.Tensor, old: int, new: int) -> torch.Tensor:
-        return change(k, before, after, old, new)
-
-    for old, new, tokens in ((90, 80, 5), (91, 70, 5), (3000, 11, 7), (12, 4000, 16)):
-        k = torch.randn(1, 2, tokens, 16)
-        wanted = rerotate(k, before, after, old, new)
-        assert_same_bits(shift(k, old, new), wanted)
-    assert graphs.frame_count == 1

@@ -134,7 +134,6 @@ def test_functions_of_seeds_and_the_module_take_it() -> None:
     for rounding in ("wide", "each", ("wide", "each")):
         wanted = rotate(q, spec.at(7, rounding=rounding))
         rope, ids = RotaryPositionalEmbedding(32, rounding=rounding), torch.arange(TOKENS) + 7
-        assert f"rounding={rounding!r}" in repr(rope)
         assert_same_bits(rope(q, positions=7), wanted)
         assert_same_bits(rotary_pos_embedding(q, ids, False, rounding=rounding), wanted)
         by_tables = apply_rotary_pos_emb(q, None, *half, **as_tables, rounding=rounding)[0]
@@ -146,15 +145,8 @@ def test_functions_of_seeds_and_the_module_take_it() -> None:
 
 # Modules of transformers, by the rounding of their apply_rotary_pos_emb, forward and backward. OLMo
 # keeps its tables in float32.
-TRANSFORMERS = {
-    "each": (
-        "llama mistral qwen2 qwen3 gemma gemma2 gemma3 gpt_oss glm phi3 granite deepseek_v3 gpt_neox "
-        "stablelm starcoder2"
-    ),
-    "wide": "cohere cohere2",
-    ("wide", "each"): "olmo ernie4_5 ernie4_5_moe",
-}
-INTERLEAVED = {"glm", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe"}
+TRANSFORMERS = {"each": "llama gpt_oss glm", "wide": "cohere", ("wide", "each"): "olmo ernie4_5"}
+INTERLEAVED = {"glm", "cohere", "ernie4_5"}
 
 
 def assert_equal_rotations(theirs: Function, ours: Function, dtype: torch.dtype) -> None:
@@ -177,7 +169,7 @@ def test_functions_of_transformers(name: str, rounding: Any, dtype: torch.dtype)
     half = [t[None, :, :32] for t in tables_for(64, torch.float32 if name == "olmo" else dtype)]
     cos, sin = half
     if name != "gpt_oss":
-        twice = name in ("cohere", "cohere2")
+        twice = name == "cohere"
         cos, sin = (oracle.join(table, table, twice) for table in half)
     full = [oracle.join(table, table, interleaved) for table in half]
     assert_equal_rotations(
@@ -235,7 +227,7 @@ def test_functions_of_other_libraries(name: str, dtype: torch.dtype) -> None:
     )
 
 
-# --- gradients, transforms, the compiler ----------------------------------------------------------
+# --- gradients and transforms ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -271,21 +263,6 @@ def test_transforms_keep_the_rounding(interleaved: bool, rounding: Any) -> None:
     primal = torch.func.jvp(rotation, (q,), (grad,))[0]
     assert_same_bits([y, torch.vmap(rotation)(q[None])[0], primal], [wanted.detach()] * 3)
     assert_same_bits(pull(grad), by_x)
-
-
-@pytest.mark.one_in(3)
-@both_pairings
-@pytest.mark.parametrize("rounding", ["wide", "each", ("wide", "each")])
-def test_compiled_code_keeps_the_bits(
-    interleaved: bool, rounding: Any, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    tables = tables_for(64, torch.bfloat16)
-
-    def rotation(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotate_full(q * 2, k * 2, *tables, interleaved, rounding)
-
-    assert_equal_rotations(rotation, torch.compile(rotation, fullgraph=True), torch.bfloat16)
 
 
 # --- faults found by review -----------------------------------------------------------------------

@@ -253,22 +253,6 @@ def test_autocast_changes_nothing(
     assert_same_bits(*results)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_autocast_changes_nothing_when_compiled(dtype: torch.dtype, fresh_compiler: None) -> None:
-    given = *inputs(dtype=dtype), SPEC, DECAYS["of each token and head"].float()
-    wanted, last = polar_scan(*given)
-    run = torch.compile(polar_scan, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch.autocast("cpu", dtype=BF16):
-        got, state = run(*given)
-    last_place = 1e-5 if dtype == F32 else torch.finfo(dtype).eps
-    torch.testing.assert_close(got, wanted, rtol=last_place, atol=1e-5)
-    torch.testing.assert_close(state.memory, last.memory, rtol=1e-5, atol=1e-5)
-    with torch.device("meta"), torch.autocast("cpu", dtype=BF16):
-        out, _ = polar_scan(*(torch.empty(1, 2, 9, 8) for _ in range(3)), SPEC)
-    assert out.dtype == F32
-
-
 @every_form
 @pytest.mark.parametrize("empty", ["rows", "heads", "tokens", "values"])
 def test_empty_inputs_have_gradients(empty: str, form: str) -> None:

@@ -1,4 +1,4 @@
-"""`slots`: particular calls that write to entries of a paged cache, or rotate them.
+"""Particular calls that write to given tensors (`out`), to entries of a paged cache (`slots`), or rotate them.
 
 tests/laws/test_slots.py has what holds for every call; test_refusals.py beside this file what is refused.
 """
@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from tests.support import helpers
 from tests.support.helpers import on
-from tests.support.matrix import needs_kernel
+from tests.support.matrix import every_backend, needs_kernel
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.frequencies import YaRN
@@ -26,6 +26,53 @@ F32 = torch.float32
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> torch.Tensor:
     return helpers.noise(*shape, seed=seed, dtype=dtype)
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+@every_backend
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_an_input_may_be_its_own_out(act: str | None, layout: str, backend: str) -> None:
+    """q is rotated in place while k goes to another slice of its buffer, also with an act; there may be no k."""
+    q, buffer, options = noise(2, 3, 5, 12), noise(2, 3, 15, 12), {"layout": layout, "act": act}
+    k = buffer[:, :, 10:]
+    wanted = on(backend, rotate_qk, q, k, SPEC, 3, **options)
+    for given in (k, None):
+        out = q.clone(), None if given is None else buffer[:, :, 2:7]
+        found = on(backend, rotate_qk, out[0], given, SPEC, 3, out=out, **options)
+        assert found[0] is out[0]
+        assert found[1] is out[1]
+        assert_same_bits([y for y in found if y is not None], wanted if given is k else wanted[:1])
+
+
+def test_compiled_code_may_drop_the_copy_of_an_input() -> None:
+    """Inductor drops a clone whose only use is to be rotated into the tensor that it copies."""
+    x = noise(2, 3, 5, 12)
+    wanted = rotate(x, SPEC, 3)
+
+    @torch.compile
+    def through_a_copy(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x.clone(), SPEC, 3, out=x)
+
+    assert_same_bits([through_a_copy(x), x], [wanted, wanted])
+
+
+def test_the_raw_operator_of_out() -> None:
+    x, raw = noise(2, 3, 5, 12), torch.zeros(2, 3, 5, 12)
+    options = schema.Options(layout=4, start=2).pack()
+    rest = (SPEC.at().angles.words, None, None, 9, options, 1.0)
+    torch.vmap(lambda x, out: schema.rotate_into(x, None, out, None, *rest) or out)(x, raw)
+    assert_same_bits(raw, rotate(x, SPEC, 9))
+    torch.library.opcheck(schema.rotate_into, (x[0].clone(), None, raw[0].clone(), None, *rest))
+    with pytest.raises(RuntimeError, match="the raw operator has no gradient"):
+        schema.rotate_into(x[0].clone().requires_grad_(), None, raw[0], None, *rest)
+    with pytest.raises(RuntimeError, match="memory overlaps"):
+        schema.rotate_into(x[0, :, :4], None, x[0, :, 1:], None, *rest)
+
+
+# --- a cache --------------------------------------------------------------------------------------
 
 
 def some_slots(count: int, tokens: int) -> torch.Tensor:
@@ -117,6 +164,7 @@ def test_tables_of_another_library() -> None:
     expected = written(rotate(k, at, layout="thd"), cache, slots)
     write_kv(None, k, None, at, layout="thd", cache=(cache, None), slots=slots)
     assert_same_bits(cache, expected)
+    assert_same_bits(rerotate(k, None, at, layout="thd"), rotate(k, at, layout="thd"))
 
 
 @both_backends

@@ -6,7 +6,6 @@ number of rows and tokens, and runs with two of each.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.support import pairwise
 from tests.support.helpers import noise
 from tests.support.refused_calls import refused_calls
 from tests.support.tolerances import assert_near, assert_same_bits, value
@@ -124,30 +124,36 @@ HALF, PAIRED = RopeSpec(32), RopeSpec(32, interleaved=True)
 PREFIX = RopeSpec(32, rotary_dim=16)
 MIDDLE = RopeSpec(32, rotary_dim=16, start=8, interleaved=True)
 
-CASES = {
-    "half": Case(HALF),
-    "interleaved, ids of rows": Case(PAIRED, "bshd", "rows"),
-    "prefix": Case(PREFIX, "sbhd", "ids"),
-    "middle": Case(MIDDLE, "thd", 1000),
-    "last, inverse": Case(RopeSpec(32, start=16), "bsd", "rows", inverse=True),
-    "one head": Case(HALF, "sd", "ids", inverse=True),
+FEW = {
+    "prefix": Case(PREFIX, "sbhd", "ids", inverse=True),
     "float16": Case(HALF, "bhsd", "rows", torch.float16),
     "bfloat16": Case(MIDDLE, "bshd", "ids", torch.bfloat16),
-    "float64": Case(PREFIX, "bhsd", "rows", torch.float64),
     "in place": Case(MIDDLE, "bhsd", 7, in_place=True),
 }
-EVERY = {
-    f"{layout}, {at}, {start}, {width}, {interleaved}": Case(
-        RopeSpec(32, rotary_dim=width, start=start, interleaved=interleaved), layout, at
-    )
-    for (layout, at), (start, width), interleaved in itertools.product(
-        zip(LAYOUTS, (None, 3, "ids") * 2),
-        ((0, 32), (0, 16), (8, 16), (16, 16)),
-        (False, True),
-    )
+OPTIONS: dict[str, Any] = {
+    "layout": tuple(LAYOUTS),
+    "place": ((0, 32), (0, 16), (8, 16), (16, 16)),
+    "interleaved": (False, True),
+    "at": (None, 1000, "ids", "rows"),
+    "dtype": (torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    "inverse": (False, True),
+    "in_place": (False, True),
 }
-# Every layout with some slices, and every slice with some layouts.
-SOME = dict(list(EVERY.items())[::5])
+
+
+def made(place: tuple[int, int], interleaved: bool, **options: Any) -> Case:
+    spec = RopeSpec(32, start=place[0], rotary_dim=place[1], interleaved=interleaved)
+    return Case(spec, **options)
+
+
+def has_rows(case: Mapping[str, Any]) -> bool:
+    return case.get("at") != "rows" or "b" in case.get("layout", "b")
+
+
+EVERY = {
+    str(number): made(**case) for number, case in enumerate(pairwise.covering(OPTIONS, has_rows))
+}
+SOME = dict(list(EVERY.items())[::2])
 
 
 def inputs_of(rows: int, tokens: int, reach: int) -> tuple[torch.Tensor, ...]:
@@ -176,45 +182,40 @@ def check_rotations(
             near(name, y, case.rotate(x.to(case.dtype).double(), *at), case.dtype)
 
 
-ALL = pytest.param(tuple(CASES), marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("names", [("float16", "bfloat16", "in place"), ALL])
-def test_plain_torch_by_default(names: tuple[str, ...]) -> None:
-    cases = {name: CASES[name] for name in names}
+@pytest.mark.parametrize(
+    "cases", [FEW, pytest.param(dict([*EVERY.items()][::4]), marks=pytest.mark.slow)]
+)
+def test_plain_torch_by_default(cases: dict[str, Case]) -> None:
     program = exported(rotations(cases), inputs_of(2, 5, FAR))
     assert nodes(program) == 0
     check_rotations(program, cases, FAR)
 
 
-@pytest.mark.parametrize("names", [("prefix", "float16", "bfloat16", "in place"), ALL])
-def test_one_node_for_each_tensor(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "cases, length",
+    [
+        (FEW, LENGTH),
+        pytest.param(EVERY, LENGTH, marks=pytest.mark.slow),
+        pytest.param(SOME, None, marks=pytest.mark.slow),
+    ],
+)
+def test_one_node_for_each_tensor(cases: dict[str, Case], length: int | None) -> None:
     """Positions outside the tables give NaN."""
-    cases = {name: CASES[name] for name in names}
-    with onnx.rotary_nodes(length=LENGTH):
+    with onnx.rotary_nodes(length=length):
         program = exported(rotations(cases), inputs_of(2, 5, LENGTH), 23)
-    # The operator of ONNX has no float64, and tables need no cosines.
-    plain = int("float64" in cases)
-    assert (nodes(program), nodes(program, "Cos")) == (len(cases) - plain, plain)
-    check_rotations(program, cases, LENGTH)
-    x, ids, rows = inputs_of(2, 5, LENGTH)
-    ids[1], ids[2], rows[1, 3] = LENGTH, -1, LENGTH + 5
-    found = dict(zip(cases, run(program, x, ids, rows)))
-    assert found["prefix"][..., :16].isnan().nonzero()[:, 0].unique().tolist() == [1, 2]
-    assert found["float16"].isnan().nonzero()[:, [0, 2]].unique(dim=0).tolist() == [[1, 3]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [None, LENGTH, "no nodes"])
-def test_every_layout_and_slice(length: Any) -> None:
-    every, reach = (EVERY, LENGTH) if length == LENGTH else (SOME, FAR)
-    if length == "no nodes":
-        program = exported(rotations(every), inputs_of(2, 5, 9))
-    else:
-        with onnx.rotary_nodes(length=length):
-            program = exported(rotations(every), inputs_of(2, 5, LENGTH), 23)
-        assert nodes(program) == len(every)
-    check_rotations(program, every, reach)
+    # The operator of ONNX has no float64.
+    plain = sum(case.dtype == torch.float64 for case in cases.values())
+    assert nodes(program) == len(cases) - plain
+    check_rotations(program, cases, FAR if length is None else LENGTH)
+    if cases is FEW:
+        assert nodes(program, "Cos") == 0  # tables need none
+        x, ids, rows = inputs_of(2, 5, LENGTH)
+        ids[1], ids[2], rows[1, 3] = LENGTH, -1, LENGTH + 5
+        found = dict(zip(cases, run(program, x, ids, rows)))
+        lost = found["prefix"][..., :16].isnan().nonzero()[:, 0].unique().tolist()
+        assert lost == [1, 2]
+        lost = found["float16"].isnan().nonzero()[:, [0, 2]].unique(dim=0).tolist()
+        assert lost == [[1, 3]]
 
 
 @pytest.mark.slow
@@ -231,7 +232,7 @@ def test_a_number_of_heads_that_is_not_known() -> None:
 @pytest.mark.slow
 def test_static_sizes_need_no_length() -> None:
     fixed = positions.Positions(None, 3, add_index=False)
-    cases = {name: CASES[name] for name in ("half", "middle", "in place")}
+    cases = {"half": Case(HALF), "middle": Case(MIDDLE, "thd", 1000), "in place": FEW["in place"]}
     cases["one position"] = Case(HALF, at=fixed)
     with onnx.rotary_nodes():
         program = exported(rotations(cases), inputs_of(3, 7, 9), 23, lambda _: None)
@@ -254,7 +255,7 @@ def test_more_tokens_than_positions() -> None:
 @pytest.mark.parametrize("block", [onnx.plain_torch, onnx.rotary_nodes])
 def test_an_exported_program(block: Any) -> None:
     """A program that was exported in a block can be converted outside of it."""
-    cases, inputs = {"in place": CASES["in place"]}, inputs_of(2, 5, 9)
+    cases, inputs = {"in place": FEW["in place"]}, inputs_of(2, 5, 9)
     with block():
         program = torch.export.export(
             Model(rotations(cases)).eval(), inputs, dynamic_shapes=shapes_of(inputs)
@@ -380,7 +381,7 @@ def targets(graph: torch.fx.Graph) -> set[str]:
 
 def test_only_exports_to_onnx_are_lowered() -> None:
     """torch.export and torch.compile keep the operator, also after a block and inside of one."""
-    model, inputs = Model(rotations({"": CASES["half"]})).eval(), inputs_of(2, 5, 9)
+    model, inputs = Model(rotations({"": Case(HALF)})).eval(), inputs_of(2, 5, 9)
     dynamic = shapes_of(inputs)
     before = torch.export.export(model, inputs, dynamic_shapes=dynamic)
     assert "tightrope.rotate.default" in targets(before.graph)

@@ -1,8 +1,10 @@
-"""Callbacks of trainers, and entry points that act only if they are named."""
+"""Callbacks of trainers, entry points that act only if they are named, and programs that are not installed."""
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,12 @@ import torch
 import transformers
 
 from tests.support.helpers import ROOT
+from tests.support.matrix import needs_kernel
 from tests.support.models.of_transformers import small_model
+from tests.support.written_calls import rows_of
 from tightrope import unpatch
-from tightrope.integrations import plugins
+from tightrope.integrations import comfyui, onnx, plugins, sglang, vllm
+from tightrope.integrations.transformers import register
 
 
 def functions_of(report: Any) -> list[str]:
@@ -162,3 +167,17 @@ def test_entry_points_exist() -> None:
             "verl.plugins": "for_verl",
         }.items()
     }
+
+
+NAMES = {each.__name__.rpartition(".")[2]: each for each in (comfyui, onnx, plugins, sglang, vllm)}
+ROWS = rows_of(Path(__file__).with_name("missing.jsonl"))
+
+
+@needs_kernel
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["program"])
+def test_what_is_not_installed(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these `modules` none can be imported; the call `python` raises an error with this `text`."""
+    for module in row["modules"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises((ImportError, NotImplementedError), match=re.escape(row["text"])):
+        eval(row["python"], {**NAMES, "register": register, "torch": torch})

@@ -234,16 +234,6 @@ def test_the_rules_of_a_config(ours: Any) -> None:
     assert pair(ours, "cos_sin_rope", True, scaling="yarn")[1].spec.scaling is None
 
 
-@pytest.mark.one_in(4)
-@KINDS
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_compiled_module_is_one_graph(ours: Any, kind: str, exact: bool) -> None:
-    _, module = pair(ours, kind, exact)
-    qk, positions = inputs(torch.bfloat16), torch.randint(64, (2, 33))
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert_each(torch.equal, compiled(*qk, positions), module(*qk, positions))
-
-
 @pytest.mark.usefixtures("one_process")
 @KINDS
 @pytest.mark.parametrize("exact", [False, True])

@@ -1,4 +1,7 @@
-"""What all modules have in common: nothing to cast, exact copies, memory that comes later, one graph."""
+"""RotaryEmbedding, RotaryPositionalEmbedding and LrpeRotate1d, and what all modules have in common.
+
+See also laws/test_seeds.py.
+"""
 
 import copy
 import pickle
@@ -11,9 +14,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support import helpers
+from tests.support.helpers import in_threads
 from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope import RopeSpec
-from tightrope.frequencies import DynamicNTK, Given
+from tightrope import RopeSpec, positions, rotate, rotate_qk
+from tightrope.axes import Axes
+from tightrope.frequencies import DynamicNTK, Given, Linear
+from tightrope.functional import lrpe_rotate_1d
 from tightrope.gates import XPos
 from tightrope.nn import (
     KVCache,
@@ -24,6 +30,8 @@ from tightrope.nn import (
 )
 
 noise = partial(helpers.noise, dtype=torch.float32)
+
+# --- all modules ----------------------------------------------------------------------------------
 
 # Options of LrpeRotate1d, and the shape of θ.
 SHAPES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -156,22 +164,163 @@ def test_the_shape_of_theta(options: dict[str, Any], shape: tuple[int, ...]) -> 
     assert LrpeRotate1d(12, **options).theta.shape == shape
 
 
-def test_what_they_print() -> None:
-    softmax = LrpeRotate1d(64, start=4, pairs=8, act="softmax", dim=-1, learnable=False)
-    for module, text in (
-        (RotaryEmbedding(8), "RotaryEmbedding(RopeSpec(head_dim=8), layout='bhsd')"),
-        (ROTARY(learnable=True), "base=777.0, interleaved=True), layout='bshd', learnable=True)"),
-        (
-            RotaryPositionalEmbedding(64),
-            "(dim=64, max_seq_len=8192, base=10000.0, interleaved=False)",
-        ),
-        (
-            LrpeRotate1d(64, 8),
-            "LrpeRotate1d(64, num_heads=8, per='head and pair', act='none', base=10000)",
-        ),
-        (
-            softmax,
-            "act='softmax', dim=-1, start=4, rotary_dim=60, pairs=8, base=10000, learnable=False)",
-        ),
+# --- RotaryEmbedding ------------------------------------------------------------------------------
+
+Q, K = noise(2, 4, 5, 8), noise(2, 2, 5, 8, seed=1)
+ROWS = torch.arange(10).reshape(2, 5)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_it_is_rotate_qk_with_its_spec(layout: str) -> None:
+    options: dict[str, Any] = {"start": 2, "interleaved": True, "scaling": Linear(2.0)}
+    spec = RopeSpec(8, base=500.0, rotary_dim=4, **options)
+    q, k = (x if layout == "bhsd" else x.transpose(1, 2) for x in (Q, K))
+    for rope in (
+        RotaryEmbedding(spec, layout=layout),
+        RotaryEmbedding(8, base=500.0, rotary_dim=4, layout=layout, **options),
     ):
-        assert text in repr(module)
+        assert rope.spec == spec
+        for at in (None, 7, ROWS, positions.per_row(torch.tensor([3, 9]))):
+            wanted = rotate_qk(q, k, spec, at, layout=layout)
+            assert_same_bits(rope(q, k, at), wanted)
+            assert_same_bits(rope(q, positions=at), wanted[0])
+
+
+def test_several_axes_and_lengths() -> None:
+    axes, where = Axes.blocks((2, 2)), positions.multi_axis(ROWS)
+    wanted = rotate(Q, RopeSpec(8, axes=axes), where)
+    assert_same_bits(RotaryEmbedding(8, axes=axes)(Q, positions=where), wanted)
+    rule = DynamicNTK(2.0, 4)
+    for length in (None, 100):
+        wanted = rotate(Q, RopeSpec(8, scaling=rule).at(seq_len=length))
+        assert_same_bits(RotaryEmbedding(8, scaling=rule)(Q, seq_len=length), wanted)
+
+
+def test_learned_frequencies() -> None:
+    rope = RotaryEmbedding(8, learnable=True)
+    assert rope.inv_freq.dtype == torch.float32
+    assert_near(rope(Q, K, 3)[1].detach(), rotate(K, RopeSpec(8), 3), "float32 ways")
+    rope(Q, K, 3)[0].square()[..., :2].sum().backward()
+    assert rope.inv_freq.grad.any()  # type: ignore[union-attr]
+
+
+# --- RotaryPositionalEmbedding --------------------------------------------------------------------
+
+
+def test_positions_and_inverse() -> None:
+    rope, x = RotaryPositionalEmbedding(8), noise(2, 5, 3, 8)
+    y = rope(x, 1, positions=ROWS)
+    assert_same_bits(y, rotate(x, RopeSpec(8), ROWS, layout="bshd"))
+    assert_same_bits(rope(x.movedim(1, 0), 0, positions=ROWS), y.movedim(1, 0))
+    six = noise(2, 4, 3, 5, 2, 8)
+    each = [rope(six[row], 2, positions=ROWS[row]) for row in range(2)]
+    assert_same_bits(rope(six, 3, positions=ROWS), torch.stack(each))
+    assert_near(rope(y, 1, positions=ROWS, inverse=True), x, "float32 ways")
+
+
+def test_the_longest_real_sequence_is_noted() -> None:
+    """In any thread; not those of meta tensors or of traced code."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    rope = RotaryPositionalEmbedding(64)
+    rope(torch.empty(2, 500, 3, 64, device="meta"), 1)
+    assert rope.max_seq_len_cached == 0
+    inputs = [noise(1, length, 2, 64) for length in (5, 300, 17, 211)]
+
+    def work(x: torch.Tensor, expected: torch.Tensor) -> None:
+        for _ in range(100):
+            assert torch.equal(rope(x, 1), expected)
+
+    in_threads(*(partial(work, x, RotaryPositionalEmbedding(64)(x, 1)) for x in inputs))
+    make_fx(lambda x: rope(x, 1), tracing_mode="symbolic")(noise(2, 400, 3, 64))
+    assert type(rope.max_seq_len_cached) is int
+    assert rope.max_seq_len_cached == rope.cos_cached.shape[2] == 300  # type: ignore[union-attr]
+    pickle.dumps(rope)
+
+
+# --- checkpoints of other modules -----------------------------------------------------------------
+
+every_rotary = pytest.mark.parametrize("kind", [RotaryEmbedding, RotaryPositionalEmbedding])
+
+
+def loads(module: torch.nn.Module, **saved: Any) -> Callable[..., object]:
+    """Return a function that loads a checkpoint which also has these keys below `rope`."""
+    model = torch.nn.ModuleDict({"rope": module, "linear": torch.nn.Linear(2, 2)})
+    keys = model.state_dict() | {f"rope.{name}": value for name, value in saved.items()}
+    return lambda **options: model.load_state_dict(keys, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("key", ["inv_freq", "freqs"])
+@every_rotary
+def test_frequencies_of_other_modules_are_checked_and_dropped(
+    kind: Any, key: str, dtype: torch.dtype
+) -> None:
+    """Very slow ones are compared within their dtype; a tensor without data is not."""
+    for base in (10000.0, 1e30):
+        exact = RopeSpec(8, base=base).frequencies().inv_freq
+        right = exact.to(dtype)
+        loads(kind(8, base=base), **{key: right, "cos_cached": torch.zeros(1, 1, 5, 8)})()
+        loads(kind(8, base=base), **{key: right.to("meta")})(assign=True)
+        broken = right.clone()
+        broken[-1] = 1e-3 if base == 10000.0 else 1.0
+        for wrong in (broken * 1.1, right[:3], right.tolist(), exact.long(), None):
+            for strict in (True, False):
+                phrase = (
+                    rf"\[{kind.__name__}\] rope.{key} in the state_dict must agree with RopeSpec"
+                )
+                with pytest.raises(RuntimeError, match=phrase):
+                    loads(kind(8, base=base), **{key: wrong})(strict=strict)
+
+
+@every_rotary
+def test_other_keys_are_unexpected(kind: Any) -> None:
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        loads(kind(8), weight=torch.zeros(1))()
+
+
+def test_learned_frequencies_load_as_they_are() -> None:
+    rope = RotaryEmbedding(8, learnable=True)
+    loads(rope, inv_freq=ROWS[0, :4] / 7)()
+    assert torch.equal(rope.inv_freq, ROWS[0, :4] / 7)
+
+
+# --- LrpeRotate1d ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"per": "head and pair"}, {"per": "pair"}, {"per": "head"}, {"rotary_dim": 8, "start": 2}],
+)
+def test_it_is_the_function_with_its_theta(options: dict[str, Any]) -> None:
+    module, x = LrpeRotate1d(12, 3, **options, act="silu"), noise(2, 5, 3, 12)
+    call = {"start": module.start, "rotary_dim": module.rotary_dim}
+    axis = "head" if options.get("per") == "head" else "pair"
+    wanted = lrpe_rotate_1d(x, module.theta, 7, "silu", theta_axis=axis, **call)
+    assert_same_bits(module(x, offset=7), wanted)
+    module(x, offset=7).square()[0].sum().backward()
+    assert module.theta.grad.any()  # type: ignore[union-attr]
+
+
+def test_it_begins_as_an_ordinary_rotation() -> None:
+    x = noise(2, 5, 3, 12)
+    for options in ({}, {"num_heads": 3}):
+        got = LrpeRotate1d(12, base=500.0, dtype=torch.float64, **options)(x)  # type: ignore[arg-type]
+        assert_near(got, rotate(x, RopeSpec(12, base=500.0), layout="bshd"), "float32 ways")
+    got = LrpeRotate1d(12, rotary_dim=8, pairs=3)(x)
+    wanted = rotate(x, RopeSpec(12, rotary_dim=8), layout="bshd")
+    still = [3, 7, 8, 9, 10, 11]
+    wanted[..., still] = x[..., still]
+    assert_near(got, wanted, "float32 ways")
+    assert torch.equal(got[..., still], x[..., still])
+    per_head = LrpeRotate1d(12, 4, per="head", base=16.0).theta
+    assert_near(per_head.detach(), torch.tensor([1.0, 0.5, 0.25, 0.125]), "float32 ways")
+
+
+def test_without_heads_and_frozen() -> None:
+    x = noise(2, 5, 12)
+    assert LrpeRotate1d(12, act="softmax", dim=1)(x).shape == x.shape
+    assert_same_bits(LrpeRotate1d(12)(x), LrpeRotate1d(12)(x[:, :, None])[:, :, 0])
+    frozen = LrpeRotate1d(12, learnable=False, dtype=torch.float64)
+    assert frozen.theta.dtype == torch.float64
+    assert not frozen(x).requires_grad

@@ -227,40 +227,7 @@ def test_decoding_with_a_cache_is_the_full_pass(
     assert_near(torch.cat(parts, 1), whole, "float64 ways")
 
 
-def test_what_is_refused_does_not_grow_the_cache() -> None:
-    attention, cache = made(causal=True), KVCache()
-    attention(X[:, :3], cache=cache)
-    refused: list[dict[str, Any]] = [
-        {"attn_mask": torch.ones(4, 4, dtype=torch.bool)},
-        {"attn_mask": "causal"},
-        {"attn_mask": torch.zeros(4, 7, dtype=torch.int64)},
-        {"attn_mask": torch.zeros(4, 1)},
-        {"gate": Given(torch.zeros(7, 1, 1))},
-        {"positions": torch.arange(7)},
-    ]
-    for options in refused:
-        with pytest.raises((TypeError, ValueError), match=r"^\[PolarRoPEAttention\] "):
-            attention(X[:, 3:], cache=cache, **options)
-        assert cache.tokens == 3, options
-    assert_near(attention(X[:, 3:], cache=cache), attention(X)[:, 3:], "float64 ways")
-
-
 # --- gradients ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("learns", ["gamma", "slope", "q_proj", "out"])
-def test_only_some_parameters_learn(learns: str) -> None:
-    """Freezing some parameters does not change the gradients of the others."""
-    attention = made(num_kv_heads=2, causal=True, gate="slope")
-    attention(X).square().sum().backward()
-    wanted = {name: p.grad for name, p in attention.named_parameters()}
-    for name, p in attention.named_parameters():
-        p.grad = None
-        p.requires_grad_(learns in name)
-    attention(X).square().sum().backward()
-    for name, p in attention.named_parameters():
-        if p.requires_grad:
-            assert_near(p.grad, wanted[name], "float64 ways")
 
 
 @pytest.mark.parametrize("learned", [False, True])

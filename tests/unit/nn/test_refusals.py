@@ -24,12 +24,22 @@ TWO, GROUPED = new(gate="slope", spec=RopeSpec(8, axes=BLOCKS)), new(num_kv_head
 PLANE = positions.multi_axis(torch.zeros(2, 5))
 
 
-def follows(x: torch.Tensor = Y, attention: Any = C, **changes: Any) -> Callable[[], object]:
-    """Return a call with a cache of three tokens in two rows, and these changes."""
+def follows(
+    x: torch.Tensor = Y, attention: Any = C, options: Any = None, **changes: Any
+) -> Callable[[], object]:
+    """Return a call with a cache of three tokens in two rows, and these changes; the cache must not grow."""
     cache = KVCache()
     cache.append_(torch.zeros(2, 4, 3, 8), torch.ones(2, 4, 3, 8))
     vars(cache).update(changes)
-    return lambda: attention(x, cache=cache)
+
+    def call() -> None:
+        before = dict(vars(cache))
+        try:
+            attention(x, cache=cache, **(options or {}))
+        finally:
+            assert vars(cache) == before
+
+    return call
 
 
 def masked(*shape: int, **kind: Any) -> Callable[[], object]:

@@ -1,8 +1,9 @@
-"""Every way to specify positions, compared with positions that an independent loop computes number by number."""
+"""Every way to specify positions, compared with those that an independent loop computes number by number."""
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy
@@ -13,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.helpers import on
 from tests.support.matrix import every_backend
-from tests.support.resolved import flat, resolve
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
@@ -35,6 +35,29 @@ from tightrope.positions import (
 )
 
 PROFILE = settings(derandomize=True, database=None, deadline=None)
+
+
+def resolve(where: Positions, rows: int, tokens: int) -> list[list[list[float]]]:
+    """Expand a canonical form to positions [axes, rows, tokens], number by number."""
+
+    def position(axis: int, row: int, token: int) -> float:
+        counted = where.offset + (token if where.add_index else 0)
+        if where.ids is None:
+            return counted
+        own = row if where.ids.shape[1] > 1 else 0
+        return counted + where.ids[axis, own, 0 if where.add_index else token].item()
+
+    axes = range(1 if where.ids is None else where.ids.shape[0])
+    return [[[position(a, r, t) for t in range(tokens)] for r in range(rows)] for a in axes]
+
+
+def flat(where: Positions) -> list[list[float]]:
+    """Return positions of one row as [axes, tokens]."""
+    return [axis[0] for axis in resolve(where, 1, 0 if where.ids is None else where.ids.shape[2])]
+
+
+def columns(tokens: list[tuple[Any, ...]], axes: int) -> list[list[Any]]:
+    return [[token[axis] for token in tokens] for axis in range(axes)]
 
 
 # --- every kind -----------------------------------------------------------------------------------
@@ -202,26 +225,6 @@ def test_made_on_the_meta_device_and_of_fake_tensors(make: Any, wanted: Any) -> 
     for ids in (meta.ids, fake.ids):
         assert (ids.shape, ids.dtype) == (right.ids.shape, right.ids.dtype)
     assert (meta.offset, meta.add_index) == (right.offset, right.add_index)
-
-
-# Beside those of tests/support/calls.py.
-FLOATING: dict[str, Callable[[torch.Tensor], positions.PositionsLike]] = {
-    "packed": lambda p: packed(torch.tensor([0, 3, 8]), p[0, :2]),
-    "text": lambda p: text(p[0], axes=2),
-    "several": lambda p: concatenate([multi_axis(p[:2, :5]), grid(1, 3)]),
-    "shard": lambda p: shard(multi_axis(torch.cat((p[:2], p[2:]), 1)), 0, 2, kind="zigzag"),
-    "explicit": lambda p: explicit(per_row(p[:2, 0]), 8),
-}
-
-
-@every_backend
-@pytest.mark.parametrize("make", FLOATING.values(), ids=FLOATING)
-def test_gradients_reach_fractional_positions(make: Any, backend: str) -> None:
-    p = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
-    spec = spec_for(as_positions(make(p)).axes)
-    x = torch.randn(2, 1, 8, 20, dtype=torch.float64, requires_grad=True)
-    turn = lambda x, p: on(backend, rotate, x, spec, make(p))  # noqa: E731
-    assert torch.autograd.gradcheck(turn, (x, p), fast_mode=True)
 
 
 # --- the canonical form ---------------------------------------------------------------------------
@@ -397,3 +400,101 @@ def test_zigzag_of_packed_sequences_cuts_each(
             where = shard(whole, rank, size, kind="zigzag", cu_seqlens=ends, tokens=total)
             every = resolve(as_positions(whole), 1, total)[0][0]
             assert flat(where) == [[every[i] for i in mine]]
+
+
+# --- grids ----------------------------------------------------------------------------------------
+
+ints = st.integers(-5, 5)
+numbers = st.one_of(ints, ints.map(numpy.int32), ints.map(lambda i: numpy.float32(i / 2)))
+#: Blocks of cells, cells of a block, start and step of an axis.
+AXES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 3), numbers, numbers), min_size=1, max_size=3
+)
+
+
+@PROFILE
+@given(AXES, st.booleans())
+def test_a_grid_is_row_major_by_blocks(axes: list[tuple[Any, ...]], shared: bool) -> None:
+    """With one start, step and size of blocks for all axes, or with those of each."""
+    if shared:
+        axes = [(blocks, *axes[0][1:]) for blocks, *_ in axes]
+    blocks, merge, start, step = (list(each) for each in zip(*axes, strict=True))
+    sizes = [numpy.int64(n * m) for n, m in zip(blocks, merge, strict=True)]
+    cells = [
+        tuple(
+            float(first + each * (b * m + i))
+            for first, each, b, m, i in zip(start, step, block, merge, cell, strict=True)
+        )
+        for block in itertools.product(*map(range, blocks))
+        for cell in itertools.product(*map(range, merge))
+    ]
+    options = {"merge": merge, "start": start, "step": step}
+    if shared:
+        options = {name: values[0] for name, values in options.items()}
+    where = grid(*sizes, **options)
+    assert flat(where) == columns(cells, len(axes))
+    floating = any(isinstance(number, numpy.float32) for number in (*start, *step))
+    assert where.ids.dtype == (torch.float64 if floating else torch.int64)
+
+
+ENDS = st.tuples(st.floats(-4, 4), st.floats(-4, 4))
+
+
+@PROFILE
+@given(st.lists(st.tuples(st.integers(0, 4), ENDS), min_size=1, max_size=3), st.booleans())
+def test_a_span_is_cut_into_equal_parts(axes: list[tuple[int, Any]], shared: bool) -> None:
+    """One for all axes, or one for each."""
+    sizes, spans = (list(each) for each in zip(*axes, strict=True))
+    if shared:
+        spans = spans[:1] * len(sizes)
+    found = flat(grid(*sizes, span=spans[0] if shared else spans))
+    lines = []
+    for size, (low, high) in zip(sizes, spans, strict=True):
+        width = Fraction(high) - Fraction(low)
+        lines.append([Fraction(low) + width * (2 * i + 1) / (2 * size) for i in range(size)])
+    wanted = columns(list(itertools.product(*lines)), len(sizes))
+    for one, exact in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
+        # Three roundings of numbers below 16.
+        assert abs(Fraction(one) - exact) <= Fraction(3 * 16, 2**53)
+
+
+# --- text among images ----------------------------------------------------------------------------
+
+CELLS = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3))
+SEGMENTS = st.lists(st.one_of(st.integers(0, 4), CELLS), max_size=5)
+
+
+@PROFILE
+@given(SEGMENTS, st.integers(-3, 9), st.sampled_from(["all", "space"]))
+def test_mrope(segments: Sequence[Any], start: int, next_from: str) -> None:
+    tokens: list[tuple[int, ...]] = []
+    begin = start
+    for segment in segments:
+        if isinstance(segment, int):
+            tokens += [(begin + i,) * 3 for i in range(segment)]
+            begin += segment
+        else:
+            cells = [
+                tuple(begin + i for i in cell) for cell in itertools.product(*map(range, segment))
+            ]
+            tokens += cells
+            begin = max(max(cell if next_from == "all" else cell[1:]) for cell in cells) + 1
+    assert flat(mrope(segments, start=start, next_from=next_from)) == columns(tokens, 3)
+    largest = max((max(token) for token in tokens), default=start - 1)
+    assert mrope_next(segments, start=start, next_from=next_from) == largest + 1
+
+
+def test_mrope_with_time_steps() -> None:
+    # Times are rounded to float32, then down: 100 · 0.29 is 29 in float32 and just below 29 in
+    # float64.
+    assert flat(mrope([(4, 1, 1, 0.5)]))[0] == [0, 0, 1, 1]
+    assert int(100 * 0.29) == 28
+    assert flat(mrope([(101, 1, 1, 0.29), 1]))[0][-2:] == [29, 30]
+    assert mrope_next([(101, 1, 1, 0.29)]) == 30
+
+
+def test_rows_of_mrope_positions_with_padding() -> None:
+    rows = [[2, (1, 2, 2), 1], [3]]
+    padding = multi_axis(torch.zeros(3, 4, dtype=torch.int64))
+    where = concatenate([mrope(rows[0]), concatenate([padding, mrope(rows[1])])], along="rows")
+    assert resolve(where, 2, 7)[1] == [[0, 1, 2, 2, 3, 3, 4], [0, 0, 0, 0, 0, 1, 2]]

@@ -5,48 +5,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.support.refused_calls import refused_calls
-from tightrope import RopeSpec
+from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.functional import rotate
-from tightrope.positions import (
-    concatenate,
-    explicit,
-    grid,
-    left_padded,
-    mrope,
-    mrope_next,
-    multi_axis,
-    packed,
-    per_head,
-    per_row,
-    shard,
-    text,
-)
 
 ENDS = torch.tensor([0, 3, 5])
 X, Q = torch.ones(2, 5, 8), torch.ones(2, 6, 5, 8)
 ONE, TWO = RopeSpec(8), RopeSpec(8, axes=Axes.blocks((2, 2)))
 THREE = RopeSpec(12, axes=Axes.blocks((2, 2, 2)))
 DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.int16, torch.uint8, torch.complex64]
-HEADS = per_head(torch.zeros(2, 3, 5))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_that_cannot_count_are_refused(dtype: torch.dtype) -> None:
-    ids = torch.zeros(5, dtype=dtype)
-    for name, call in {
-        "[rotate] positions": lambda: rotate(X, ONE, ids, layout="bsd"),
-        "[per_row] offsets": lambda: per_row(ids),
-        "[per_head] ids": lambda: per_head(ids[None]),
-        "[multi_axis] ids": lambda: multi_axis(ids[None]),
-    }.items():
-        with pytest.raises(TypeError, match="must be int32, int64, float32 or float64") as caught:
-            call()
-        assert str(caught.value).startswith(name)
+HEADS = positions.per_head(torch.zeros(2, 3, 5))
 
 
 def at(spec: RopeSpec, *where: Any) -> Callable[[], object]:
@@ -61,21 +32,14 @@ def turn(x: torch.Tensor, *rope: Any, by: Callable[..., object] = rotate) -> Cal
     return partial(by, x, *rope, layout={4: "bhsd", 3: "bsd"}[x.dim()])
 
 
-MAKERS = (
-    *(concatenate, explicit, grid, left_padded, mrope, mrope_next, multi_axis, packed, per_head),
-    *(per_row, shard, text),
-)
-test_makers = refused_calls(
-    Path(__file__).with_name("refused_calls.jsonl"),
-    {make.__name__: make for make in MAKERS},
-    globals(),
-)
+MAKERS = {name: getattr(positions, name) for name in positions.__all__}
+test_makers = refused_calls(Path(__file__).with_name("refused_calls.jsonl"), MAKERS, globals())
 
 
 def test_padding_at_either_end_makes_rows_equally_long() -> None:
-    pad = multi_axis(ids(2, 2))
+    pad, grid, join = positions.multi_axis(ids(2, 2)), positions.grid, positions.concatenate
     for parts in ([grid(2, 2), pad], [pad, grid(2, 2)]):
-        both = concatenate([concatenate(parts), grid(2, 3)], along="rows")
+        both = join([join(parts), grid(2, 3)], along="rows")
         assert both.ids is not None
         assert both.ids.shape == (2, 2, 6)
         assert both.ids.dtype == torch.int64

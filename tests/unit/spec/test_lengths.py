@@ -1,7 +1,7 @@
 """Frequency rules that depend on the length: the frequencies of a row are a function of its own length alone.
 
 The length is the one that the caller states, else the largest position of the row plus 1. Neither other rows nor
-earlier calls change it, and positions that do not tell it are refused.
+earlier calls change it, and positions that do not tell it, or go beyond a stated one, are refused.
 """
 
 import math
@@ -13,7 +13,6 @@ import numpy
 import pytest
 import torch
 
-from tests.support import stated
 from tests.support.by_length import (
     RULES,
     TRAINED,
@@ -29,7 +28,7 @@ from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Rule, YaRN
-from tightrope.functional import rotate, rotate_, rotate_qk_
+from tightrope.functional import polar_scan, rerotate, rotate, rotate_, rotate_qk, rotate_qk_
 
 SHORT = RopeSpec(8, scaling=DynamicNTK(2.0, 100))
 
@@ -188,7 +187,8 @@ PAIR = positions.packed(torch.tensor([0, 1, 2]), torch.tensor([30, 600]))
 AGAIN = "positions must not start again within a row"
 NO_ROWS = "seq_len must be given with ids of tokens without rows"
 SEVERAL = "seq_len must be given with several tokens that begin after position 0"
-# Sequences packed in one row, one of them longer than 100.
+OF_A_RANK = "seq_len must be given with the positions of one rank's tokens"
+# Sequences packed in one row, one of them longer than 100, and shares of one.
 PACKED: dict[str, positions.PositionsLike] = {
     "two": positions.packed(torch.tensor([0, 5, 125])),
     "decoding, one token each": PAIR,
@@ -200,6 +200,13 @@ PACKED: dict[str, positions.PositionsLike] = {
     "ids": torch.cat((torch.arange(5), torch.arange(120))),
     "ids, two tokens first": torch.cat((torch.arange(2), torch.arange(120))),
     "ids, backwards": torch.arange(120).flip(0),
+    **{
+        f"a {kind} share of {name}": positions.explicit(
+            positions.shard(ids, 1, 2, kind=kind, tokens=8), 4
+        )
+        for kind in ("contiguous", "zigzag")
+        for name, ids in {"none": None, "an offset": 30, "ids": torch.arange(8) + 600}.items()
+    },
 }
 
 
@@ -212,24 +219,27 @@ def assert_tokens_alone(y: torch.Tensor, x: torch.Tensor, spec: RopeSpec, at: to
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_sequences_need_one_length_for_all(name: str) -> None:
+def test_packed_sequences_and_shares_need_one_length_for_all(name: str) -> None:
     where = positions.as_positions(PACKED[name])
     x = noise(where.ids.shape[2], 1, 8)
-    without_rows = NO_ROWS if where.packed is None else AGAIN
+    with_rows = OF_A_RANK if "share of" in name else AGAIN
+    without_rows = NO_ROWS if where.packed is None and with_rows is AGAIN else with_rows
     calls: list[tuple[str, str, Callable[[], object]]] = [
         ("rotate", without_rows, lambda: rotate(x, SHORT, where, layout="thd")),
-        ("at", AGAIN, lambda: SHORT.at(where)),
-        ("rotate", AGAIN, lambda: rotate(x[None], SHORT, where, layout="bshd")),
+        ("at", with_rows, lambda: SHORT.at(where)),
+        ("rotate", with_rows, lambda: rotate(x[None], SHORT, where, layout="bshd")),
         ("rotate_qk_", without_rows, lambda: rotate_qk_(x.clone(), x, SHORT, where, layout="thd")),
     ]
+    if with_rows is OF_A_RANK:
+        calls.append(("at", with_rows, lambda: SHORT.at(where, stack="transformers")))
     for operation, phrase, call in calls:
         with pytest.raises(ValueError, match=rf"^\[{operation}\] {phrase}"):
             call()
     stated = rotate(x, SHORT.at(where, seq_len=700), layout="thd")
     assert_tokens_alone(stated, x, SHORT, where.ids + where.offset)
-    # If all sequences are short, they have the same frequencies.
-    short = rotate(x, RopeSpec(8, scaling=DynamicNTK(2.0, 9999)), where, layout="thd")
-    assert_same_bits(short, rotate(x, RopeSpec(8), where, layout="thd"))
+    if with_rows is AGAIN:  # if all sequences are short, they have the same frequencies
+        short = rotate(x, RopeSpec(8, scaling=DynamicNTK(2.0, 9999)), where, layout="thd")
+        assert_same_bits(short, rotate(x, RopeSpec(8), where, layout="thd"))
 
 
 def test_packed_sequences_on_a_device_need_a_length() -> None:
@@ -242,21 +252,6 @@ def test_packed_sequences_on_a_device_need_a_length() -> None:
     assert rotate(x, SHORT.at(where, seq_len=700), layout="thd").shape == x.shape
     one = positions.packed(torch.tensor([0, 6], device="meta"), total=6)
     assert rotate(x, SHORT, one, layout="thd").shape == x.shape
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("ids", [None, 30, torch.arange(8) + 600], ids=["none", "offset", "ids"])
-def test_the_positions_of_one_rank_do_not_tell_the_length(
-    kind: str, ids: positions.PositionsLike
-) -> None:
-    where = positions.explicit(positions.shard(ids, 1, 2, kind=kind, tokens=8), 4)
-    x, phrase = noise(4, 1, 8), "seq_len must be given with the positions of one rank's tokens"
-    with pytest.raises(ValueError, match=rf"^\[rotate\] {phrase}"):
-        rotate(x, SHORT, where, layout="thd")
-    with pytest.raises(ValueError, match=rf"^\[at\] {phrase}"):
-        SHORT.at(where, stack="transformers")
-    y = rotate(x, SHORT.at(where, seq_len=700), layout="thd")
-    assert_tokens_alone(y, x, SHORT, where.ids)
 
 
 @pytest.mark.parametrize("ids", [[15, 110], [109, 110], [110, 15]], ids=str)
@@ -280,20 +275,7 @@ def test_tokens_without_rows_may_be_of_several_sequences(rule: Rule, ids: list[i
         assert_same_bits(each[row : row + 1], alone)
 
 
-# Tokens that may be a part of a longer sequence, as (positions, number of tokens).
-PARTS: dict[str, tuple[positions.PositionsLike, int]] = {
-    "an offset": (7, 3),
-    "an offset per row": (positions.per_row(torch.tensor([9, 0])), 3),
-    "ids": (torch.arange(TRAINED - 2, TRAINED + 1), 3),
-    "floating ids": (torch.arange(TRAINED - 2, TRAINED + 1).double(), 3),
-    "a pack of one": (positions.packed(torch.tensor([0, 3]), TRAINED - 2), 3),
-    "a gap": (torch.tensor([7, 8, TRAINED]), 3),
-    "every other token": (torch.arange(TRAINED, TRAINED + 6, 2), 3),
-    "drafts": (torch.tensor([TRAINED, TRAINED + 1, TRAINED + 1]), 3),
-    "per head": (positions.per_head(torch.tensor([[[5, 6, 9000], [7, 8, 9000]]])), 3),
-    "an image": (positions.multi_axis(torch.tensor([[5, 5, 9000], [5, 6, 1], [6, 5, 2]])), 3),
-}
-# Tokens that are no such part.
+# Tokens that are no part of a longer sequence, as (positions, number of tokens).
 WHOLE: dict[str, tuple[positions.PositionsLike, int]] = {
     "a token": (TRAINED, 1),
     "tokens of rows": (positions.per_row(torch.tensor([5, 9000])), 1),
@@ -306,23 +288,14 @@ WHOLE: dict[str, tuple[positions.PositionsLike, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*PARTS, *WHOLE])
+@pytest.mark.parametrize("where, tokens", WHOLE.values(), ids=WHOLE)
 @every_rule
-def test_a_part_of_a_sequence_needs_its_length(rule: str, name: str) -> None:
-    where, tokens = (PARTS | WHOLE)[name]
+def test_what_is_no_part_of_a_sequence_needs_no_length(
+    rule: str, where: positions.PositionsLike, tokens: int
+) -> None:
+    """Parts are refused: rows of refused_calls.jsonl."""
     spec, x = spec_of(rule), noise(2, 2, tokens, 12)
-    if isinstance(where, positions.Positions) and where.axes == 3:
-        spec = replace(spec, axes=Axes.sections((2, 1, 1)))
-    if name in WHOLE:
-        rotate(x, spec, where)
-        rotate(x, spec.at(where))
-        return
-    for call in (lambda: rotate(x, spec, where), lambda: rotate_(x.clone(), spec.at(where))):
-        with pytest.raises(ValueError, match=SEVERAL):
-            call()
-    if name in ("ids", "a gap", "per head", "an image"):
-        with pytest.raises(ValueError, match=rf"^\[cos_sin\] {SEVERAL}"):
-            spec.cos_sin(where)
+    assert_same_bits(rotate(x, spec, where), rotate(x, spec.at(where)))
 
 
 @every_rule
@@ -389,26 +362,186 @@ def test_the_rotated_channels_are_scaled(name: str, interleaved: bool, backend: 
     assert spec.attention_scaling(length) == amplitude(rule, length) != 1.0
     turned = {}
     for inverse in (False, True):
-        options: dict[str, Any] = {"inverse": inverse, "backend": backend}
-        y = turned[inverse] = stated.call(rotate, x, spec, where, **options)
+        y = turned[inverse] = on(backend, rotate, x, spec, where, inverse=inverse)
         assert_exact(y, x, spec, [where], length, inverse=inverse)
         assert_same_bits(y[..., [0, 1, 10, 11]], x[..., [0, 1, 10, 11]])
-        assert_same_bits(stated.call(rotate_, x.clone(), spec, where, **options), y)
-        assert_same_bits(stated.call(rotate, x, spec, where, out=torch.empty_like(x), **options), y)
-        assert_same_bits(stated.call(rotate, x, spec.at(where), **options), y)
     back = on(backend, rotate, turned[False], spec, where, inverse=True)
     assert_near(back, x, "float64 ways")
 
 
-def test_rows_of_unequal_factors_are_refused_together() -> None:
+def test_rows_of_equal_factors_may_be_together() -> None:
     spec, x = spec_of(UNEQUAL), noise(2, 1, 1, 12)
-    for where, seq_len in (
-        (positions.per_row(torch.tensor([0, 5000])), None),
-        (torch.tensor([[3], [4096]]), None),
-        (0, [4096, 4097]),
-        (0, torch.tensor([4096, 4097])),
-    ):
-        with pytest.raises(NotImplementedError, match=r"one attention scaling but got 1\.25, 1\.5"):
-            rotate(x, spec.at(where, seq_len=seq_len))
     y = rotate(x, spec, positions.per_row(torch.tensor([4999, 5000])))
     assert_same_bits(y[1:], rotate(x[1:], spec, 5000))
+
+
+# --- stated lengths -------------------------------------------------------------------------------
+
+META = torch.device("meta")
+PLAIN = {"none": RopeSpec(12, rotary_dim=8, start=2), "yarn": spec_of(YaRN(4.0, TRAINED))}
+SPECS = PLAIN | {name: spec_of(name) for name in RULES}
+
+
+@pytest.mark.parametrize("rule", SPECS)
+def test_integers_of_every_library_are_lengths(rule: str) -> None:
+    """One for all rows, or one for each; without a rule by length, they change nothing."""
+    spec, x = SPECS[rule], noise(2, 2, 3, 12)
+    wanted = rotate(x, spec.at(9, seq_len=6000))
+    assert torch.equal(wanted, rotate(x, spec.at(9, seq_len=4000))) == (rule in PLAIN)
+    for kind in (numpy.array, numpy.int32, numpy.uint64, torch.tensor, lambda n: [n, n], iter):
+        if kind is iter:
+            kind = lambda n: iter([n] * 2)  # noqa: E731
+        for y in (
+            rotate(x, spec.at(9, seq_len=kind(6000))),
+            rotate_(x.clone(), spec.at(9, seq_len=kind(6000))),
+            *rotate_qk(x, x, spec.at(9, seq_len=kind(6000))),
+        ):
+            assert_same_bits(y, wanted)
+        assert spec.attention_scaling(kind(6000)) == spec.attention_scaling(6000)
+
+
+@pytest.mark.parametrize("seq_len", [numpy.int64(6000), numpy.array([6000, 5000])], ids=repr)
+@pytest.mark.parametrize("rule", ["none", "dynamic"])
+def test_numbers_of_numpy_compile(rule: str, seq_len: Any) -> None:
+    spec, x = SPECS[rule], noise(2, 2, 3, 12, dtype=torch.float32)
+    call = torch.compile(
+        lambda x, n: rotate(x, spec.at(9, seq_len=n)), backend="eager", fullgraph=True
+    )
+    torch.testing.assert_close(call(x, seq_len), rotate(x, spec.at(9, seq_len=seq_len)))
+
+
+# --- positions beyond the stated length -----------------------------------------------------------
+
+FAR = positions.Positions(torch.full((1, 1, 3), 2**31 - 1).int(), 10, add_index=False)
+STARTS = positions.packed(torch.tensor([0, 1, 3]), torch.tensor([3, 20]))
+# Positions of three tokens in two rows, a length that is too small, the least one, its row, and a
+# length that is right. Most lengths are far below the original length of 4096.
+PASSED: dict[str, tuple[positions.PositionsLike, Any, int, int | None, Any]] = {
+    "nothing": (None, 2, 3, None, 3),
+    "an offset": (9, 3, 12, None, 12),
+    "an offset, one row of two": (9, [12, 11], 12, 1, [12, 12]),
+    "a tensor": (9, torch.tensor([11, 12]), 12, 0, torch.tensor([12, 12])),
+    "a long one": (6000, 6002, 6003, None, 6003),
+    "ids": (torch.tensor([9, 11, 10]), 11, 12, None, 12),
+    "ids of rows": (torch.tensor([[0, 1, 2], [0, 11, 1]]), [9, 9], 12, 1, [9, 12]),
+    "fractions": (torch.tensor([0.0, 1.0, 11.25]), 12, 13, None, 13),
+    "offsets of rows": (positions.per_row(torch.tensor([9, 0])), 11, 12, 0, [12, 3]),
+    "a pack": (positions.explicit(STARTS), 21, 22, None, 22),
+    "far ids": (FAR, 5, 2**31 + 10, None, 2**31 + 10),
+}
+
+
+def too_small(least: int, row: int | None = None, of: str = "rotate") -> Any:
+    """Expect the error for a length below the least one."""
+    of_row = "" if row is None else f" of row {row}"
+    rule = (
+        rf"seq_len( of old| of new)? must be at least {least}, the largest position{of_row} plus 1"
+    )
+    return pytest.raises(ValueError, match=rf"^\[{of}\] {rule}")
+
+
+@pytest.mark.parametrize("case", PASSED)
+@every_rule
+def test_positions_beyond_the_length_are_refused(rule: str, case: str) -> None:
+    where, small, least, row, enough = PASSED[case]
+    spec, x = spec_of(rule), noise(2, 1, 3, 12)
+    given = positions.as_positions(where)
+    explicit = given.ids is not None and not given.add_index
+    short, long = (lambda n=n: spec.at(where, seq_len=n) for n in (small, 2**40))
+    calls: dict[str, Callable[[], object]] = {
+        "rotate": lambda: rotate(x, short()),
+        "rotate_": lambda: rotate_(x, short()),
+        "rotate_qk": lambda: rotate_qk(x, x, short()),
+        "rotate_qk_": lambda: rotate_qk_(x, x.clone(), short()),
+        "polar_scan": lambda: polar_scan(x, x, x, short()),
+        "rerotate": lambda: rerotate(x, short(), long()),
+        "rerotate ": lambda: rerotate(x, long(), short()),
+    }
+    if given.packed:
+        calls.pop("polar_scan")  # takes one sequence in each row
+    kept = x.clone()
+    for operation, call in calls.items():
+        # The tokens of ids are known at once.
+        with too_small(least, row, "at" if explicit else operation.strip()):
+            call()
+    assert_same_bits(x, kept)
+    for stated, length in ((spec, enough), (PLAIN["yarn"], small)):  # YaRN takes any length
+        assert rotate(x, stated.at(where, seq_len=length)).shape == x.shape
+        rotate(x, stated.at(where, seq_len=length))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
+@every_rule
+def test_a_prepared_rotation_checks_every_call(rule: str, layout: str) -> None:
+    """Also on the fast path of later calls."""
+    rope = spec_of(rule).at(9, seq_len=12)
+
+    def turn(tokens: int) -> torch.Tensor:
+        x = noise(2, 1, tokens, 12)
+        return rotate_(x.permute(["bhsd".index(axis) for axis in layout]), rope, layout=layout)
+
+    for tokens in (3, 3, 1, 0, 3):
+        turn(tokens)
+        for many in (4, 400):
+            with too_small(9 + many, of="rotate_"):
+                turn(many)
+
+
+@every_rule
+def test_ids_that_change_are_compared_again(rule: str) -> None:
+    """Whatever changes them: numpy does without a version counter, and a subclass holds its own data."""
+
+    class Ids(torch.Tensor):
+        pass
+
+    spec, x = spec_of(rule), noise(2, 1, 3, 12)
+    for kind in (torch.Tensor, Ids):
+        starts, ids = torch.tensor([0, 9]), torch.tensor([0, 1, 2])
+        ropes = [
+            spec.at(positions.per_row(starts.as_subclass(kind)), seq_len=12),
+            spec.at(ids.as_subclass(kind), seq_len=12),
+        ]
+        for _ in range(2):
+            rotate(x, ropes[0])
+            rotate(x, ropes[1])
+        starts.numpy()[:] -= 1
+        ids.numpy()[:] += 9
+        moved = rotate(x, spec.at(positions.per_row(starts), seq_len=12))
+        assert_same_bits(rotate(x, ropes[0]), moved)
+        assert_same_bits(rotate(x, ropes[1]), rotate(x, spec.at(9, seq_len=12)))
+        starts.numpy()[:] += 2
+        ids.numpy()[:] += 1
+        for rope, row in zip(ropes * 2, (1, None) * 2):
+            with too_small(13, row):
+                rotate(x, rope)
+        with too_small(13, of="at"):
+            spec.at(ids.as_subclass(kind), seq_len=12)
+
+
+@every_rule
+def test_lost_and_negative_positions_exceed_no_length(rule: str) -> None:
+    spec, x = spec_of(rule), noise(1, 1, 3, 12)
+    nan, inf = float("nan"), float("inf")
+    for ids in ([nan, 4.0, inf], [nan] * 3, [-9.0, -inf, 4.0]):
+        rotate(x, spec.at(torch.tensor(ids), seq_len=5))
+    rotate(x, spec.at(-9, seq_len=0))
+
+
+@every_rule
+def test_checks_do_not_wait_for_a_device(rule: str) -> None:
+    """Positions are not compared with seq_len if either is on a device: reading it would wait."""
+    spec, x = spec_of(rule), torch.empty(2, 1, 3, 12, device=META)
+    ids = torch.tensor([9, 10, 11])
+    rotate(x, spec.at(ids.to(META), seq_len=3))
+    rotate(x, spec.at(9, device=META, seq_len=torch.tensor(3, device=META)))
+    rotate(x, spec.at(positions.per_row(torch.tensor([9, 9], device=META)), seq_len=3))
+    for where, of in ((9, "rotate"), (ids, "at")):
+        with too_small(12, of=of):
+            rotate(x, spec.at(where, device=META, seq_len=3))
+    # The copy on the device does not follow changes of the original.
+    starts = torch.tensor([9])
+    rope = spec.at(positions.per_row(starts), device=META, seq_len=12)
+    starts += 500
+    rotate(x, rope)
+    with too_small(13):
+        rotate(torch.empty(2, 1, 4, 12, device=META), rope)

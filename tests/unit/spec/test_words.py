@@ -1,30 +1,32 @@
-"""The phase words of specs with every rule and assignment of axes, for lengths that are read or not."""
+"""The phase words of specs with every rule and assignment of axes, for lengths that are read or not.
+
+Lengths are not read while compiling, while exporting, or on a device.
+"""
 
 import copy
 import gc
 import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support import oracle, oracle_frequencies as truth
-from tests.support.helpers import in_threads
+from tests.support.by_length import LONG, RULES, SHORT, UNEQUAL, rule_of, spec_of
+from tests.support.helpers import in_threads, noise
 from tests.support.kept_tensors import tables_of
-from tests.support.tolerances import assert_same_bits, dynamic_drift, value
-from tightrope import RopeSpec, angles
+from tests.support.matrix import every_pair
+from tests.support.tolerances import assert_rotations, assert_same_bits, dynamic_drift, value
+from tightrope import RopeSpec, angles, positions
 from tightrope.axes import Axes
-from tightrope.frequencies import (
-    DynamicNTK,
-    Given,
-    LongRoPE,
-    YaRN,
-)
+from tightrope.frequencies import DynamicNTK, Given, LongRoPE, YaRN
+from tightrope.functional import rotate
 
 # Specs with every rule, as dictionaries of format 1.
 ROWS = Path(__file__).with_name("specs.jsonl").read_text(encoding="utf-8").splitlines()
@@ -198,40 +200,20 @@ def test_equal_specs_share_their_tensors_while_one_lives() -> None:
 # --- lengths that are not read --------------------------------------------------------------------
 
 
-def unread(spec: RopeSpec, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return phase words from a compiled function, which must not read the tensor of lengths."""
-    torch.compiler.reset()  # one function, many specs
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def make(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return spec.words_for(lengths)
-
-    return make(lengths)
-
-
 BY_LENGTH = [name for name, spec in RULED.items() if spec.by_length]
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float64])
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*BY_LENGTH, "linear", "sections"])
-def test_lengths_that_are_not_read(name: str, dtype: torch.dtype) -> None:
-    lengths = torch.tensor([5000, -3, 100, 101, 2**31 - 1, 0], dtype=dtype)
-    for got, wanted in zip(unread(RULED[name], lengths), RULED[name].words_for(lengths)):
+def test_lengths_that_are_not_read(name: str) -> None:
+    """A compiled function must not read a tensor of them."""
+    spec, lengths = RULED[name], torch.tensor([5000, -3, 100, 101, 2**31 - 1, 0])
+    torch.compiler.reset()  # one function, many specs
+    unread = torch.compile(lambda n: spec.words_for(n), fullgraph=True, backend="eager")
+    for got, wanted in zip(unread(lengths), spec.words_for(lengths)):
         assert (got is None) == (wanted is None)
         if wanted is not None:
             assert_same_bits(got, wanted)
-
-
-def test_lengths_on_another_device_are_not_read() -> None:
-    lengths = torch.zeros(3, dtype=torch.int64, device="meta")
-    for name in BY_LENGTH:
-        words, _ = RULED[name].words_for(lengths, "meta")
-        assert words.is_meta
-        assert words.shape == (RULED[name].axis_count, 3, 1, RULED[name].rotary_dim // 2)
-    with FakeTensorMode():
-        assert isinstance(RULED["dynamic"].words_for(torch.tensor([5]))[0], FakeTensor)
-    assert not any(isinstance(tensor, FakeTensor) for tensor in tables_of(RULED["dynamic"]))
 
 
 @pytest.mark.one_in(3)
@@ -254,7 +236,7 @@ def test_a_spec_made_inside_a_compiled_function(make: Callable[[], RopeSpec]) ->
         return make().words_for()[0] + 0, make().words_for(lengths)[0] + 0
 
     lengths = torch.tensor([7, 150, 90])
-    assert_same_bits(words(lengths), (make().words_for()[0], unread(make(), lengths)[0]))
+    assert_same_bits(words(lengths), (make().words_for()[0], make().words_for(lengths)[0]))
 
 
 # --- attention scaling ----------------------------------------------------------------------------
@@ -281,3 +263,108 @@ def test_attention_scaling() -> None:
             NotImplementedError, match=r"one attention scaling but got 1\.25, 1\.5; "
         ):
             spec.attention_scaling(length)
+
+
+# --- rotations by lengths that are not read -------------------------------------------------------
+
+OF_INTS = "offset", "seq_len", "tokens"
+UNREAD = (*OF_INTS, "a tensor of lengths", "offsets per row", "ids per row")
+
+
+def steps(kind: str) -> Iterator[tuple[torch.Tensor, Any, Any]]:
+    """Yield x, positions and seq_len of calls with lengths below and above 100."""
+    for number in (3, 4, 94, 95, 96, 97, 250, 1000):
+        tokens = {"tokens": number, "seq_len": 5, "a tensor of lengths": 5}.get(kind, 1)
+        rows = torch.tensor([number, 5])
+        where, seq_len = {
+            "offset": (number, None),
+            "seq_len": (-2, number),
+            "a tensor of lengths": (-2, rows),
+            "offsets per row": (positions.per_row(rows), None),
+            "ids per row": (rows[:, None], None),
+            "tokens": (0, None),
+        }[kind]
+        yield noise(2, 1, tokens, 12, dtype=torch.float32), where, seq_len
+
+
+def assert_one_turn(got: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> None:
+    """Assert closeness: a graph computes phase words in float64, with an error below float32's resolution."""
+    assert_rotations(got, wanted, oracle.pair_lengths(x, 8, start=2), 2, 1000.0)
+
+
+@pytest.mark.one_in(4)
+@every_pair(
+    lambda case: (
+        case.get("rule") != "unequal"
+        or (case.get("kind") in (None, *OF_INTS) and case.get("dynamic", True))
+    ),
+    rule=(*RULES, "unequal"),
+    dynamic=(True, None),
+    kind=UNREAD,
+)
+def test_one_graph_for_all_lengths(rule: str, dynamic: bool | None, kind: str) -> None:
+    """Or one for short and one for long rows, where their factors differ."""
+    unequal = LongRoPE(SHORT, LONG, 100, short_mscale=1.25, long_mscale=1.5)
+    spec = spec_of(unequal if rule == "unequal" else rule_of(rule, 100, 4.0))
+    by_row = "row" in kind or "tensor" in kind
+
+    def turn(x: torch.Tensor, where: Any, seq_len: Any) -> torch.Tensor:
+        return rotate(x, spec.at(where, seq_len=seq_len))
+
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("eager")
+    run = torch.compile(turn, fullgraph=True, backend=graphs, dynamic=dynamic)
+    for call in steps(kind):
+        got, wanted = run(*call), turn(*call)
+        if rule == "dynamic":
+            assert_one_turn(got, wanted, call[0])
+        else:
+            assert_same_bits(got, wanted)
+    # Unless dynamic=True, the first graph is for the first int or size only, and the second for all others.
+    assert graphs.frame_count == (1 if (dynamic and rule != "unequal") or by_row else 2)
+
+
+@pytest.mark.one_in(2)
+@every_pair(
+    rule=tuple(RULES), kind=("offset", "an offset that is read", "seq_len"), strict=(False, True)
+)
+def test_an_exported_program_takes_all_lengths(rule: str, kind: str, strict: bool) -> None:
+    """Eager code refuses several tokens after position 0 without their length; a program cannot see them."""
+    spec, read = spec_of(rule_of(rule, 100, 4.0)), kind == "an offset that is read"
+
+    class Turn(torch.nn.Module):
+        def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
+            if kind == "seq_len":
+                return rotate(x, spec.at(-2, seq_len=number))
+            return rotate(x, spec, number.item() if read else number)
+
+    def number(value: int) -> Any:
+        return torch.tensor(value) if read else value
+
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = {"x": {2: dynamic}, "number": None if read else dynamic}
+    call = (noise(2, 1, 5, 12, dtype=torch.float32), number(7))
+    program = torch.export.export(Turn(), call, dynamic_shapes=shapes, strict=strict).module()
+    for tokens, start in ((5, 7), (5, 500), (200, 300)) if kind != "seq_len" else ((5, 300),):
+        x = noise(2, 1, tokens, 12, dtype=torch.float32)
+        where, end = (-2, start) if kind == "seq_len" else (start, start + tokens)
+        assert_one_turn(program(x, number(start)), rotate(x, spec.at(where, seq_len=end)), x)
+
+
+@pytest.mark.parametrize("rule", [*RULES, "unequal"])
+def test_lengths_on_a_device_are_not_read(rule: str) -> None:
+    spec = spec_of(UNEQUAL if rule == "unequal" else rule)
+    with torch.device("meta"):
+        x, ids = torch.empty(2, 1, 3, 12), torch.empty(2, 3, dtype=torch.int64)
+    for where, seq_len in ((ids, None), (positions.per_row(ids[:, 0]), None), (0, ids[:, 0])):
+        if rule != "unequal":
+            assert rotate(x, spec.at(where, device=x.device, seq_len=seq_len)).shape == x.shape
+            continue
+        with pytest.raises(NotImplementedError, match="a length that is traced or on a device"):
+            rotate(x, spec.at(where, device=x.device, seq_len=seq_len))
+    assert rotate(x, spec.at(ids, device=x.device, seq_len=6000)).shape == x.shape
+    assert rotate(x[:, :, :1], spec, 5000).shape == (2, 1, 1, 12)
+    if rule != "unequal":
+        with FakeTensorMode():
+            y = rotate(torch.empty(2, 1, 3, 12), spec, torch.empty(2, 3, dtype=torch.int64))
+            assert y.shape == x.shape

@@ -443,6 +443,3 @@ def test_other_stacks_are_pickled_by_value() -> None:
         assert copied.rules == {Linear: linear}
     uncast = dataclasses.replace(stacks.get("meta"), cast_to=torch.bfloat16)
     assert copy.deepcopy(uncast) == uncast
-    assert repr(stacks.get("transformers").cast(torch.float16)) == (
-        "<Stack 'transformers'.cast(torch.float16): transformers, eager, as in Llama>"
-    )
