@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ._call import CallFailed
+from ._frequencies import is_rounded, signs_of
 from ._log import Log
-from ._profile import DENSE, NARROW, ODD, SHORT, Profile, apart, renewed, shift_of
+from ._profile import (
+    DENSE,
+    NARROW,
+    ODD,
+    SHORT,
+    Profile,
+    difference,
+    differences,
+    pairs_of,
+    renewed,
+    shift_of,
+    turned,
+)
 from ._report import AngleError
-from ._rotation import is_rounded, pairs_of, signs_of
 
 _FAR = (4096, 32768, 131072, 1_048_576)
 _BELOW = (20, 14, 11, 7, 5, 3, 2, 1)
@@ -44,8 +56,8 @@ class Expected:
 
     omegas: torch.Tensor
     starts: torch.Tensor
-    shift: int
-    sure: bool
+    shift: int = 0
+    sure: bool = False
     longer: Callable[[int], torch.Tensor] | None = None
 
     def at(self, length: int) -> torch.Tensor:
@@ -53,10 +65,9 @@ class Expected:
         return self.omegas if self.longer is None else self.longer(length)
 
     def table(self, positions: Sequence[int]) -> torch.Tensor:
-        """Return cos and sin of the angles at the positions of one call, float64 ``[2, positions, pairs]``."""
+        """Return cosines and sines at the positions of one call, complex128 ``[positions, pairs]``."""
         where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
-        angles = where * self.at(max(*positions, 0) + 1) + self.starts
-        return torch.stack((angles.cos(), angles.sin()))
+        return turned(where * self.at(max(*positions, 0) + 1) + self.starts)
 
     def bound(self, position: int) -> float:
         """Bound the error of a cosine or sine if frequency and angle are each rounded once to float32."""
@@ -72,27 +83,27 @@ def expected_of(log: Log, profile: Profile, declared: bool) -> Expected | None:
     Args:
         declared: whether the function has the frequencies of the declared spec.
     """
-    name = "angles"
-    if log.subject.way.form.takes_tables:
-        log.skip(name, "the caller provides them")
-        return None
-    if log.found("history") and not log.subject.renew:
-        log.skip(name, "they depend on earlier calls, and no fresh copy can be made; use make=True")
-        return None
-    spec = log.spec if declared else (log.identity.spec if log.identity is not None else None)
+    identity = log.identity
+    spec = log.spec if declared else None if identity is None else identity.spec
     by_length = declared and spec is not None and spec.by_length
-    if log.found("length") and not by_length:
-        log.skip(name, "they depend on the length of the call, by an undeclared rule")
+    why = ""
+    if log.subject.way.form.takes_tables:
+        why = "the caller provides them"
+    elif log.found("history") and not log.subject.renew:
+        why = "they depend on earlier calls, and no fresh copy can be made; use make=True"
+    elif log.found("length") and not by_length:
+        why = "they depend on the length of the call, by an undeclared rule"
+    if why:
+        log.skip("angles", why)
         return None
-    signs = signs_of(log, profile, declared=declared)
     # The measured angles at position 0 are less exact: each is one float32 angle.
     starts = profile.starts + profile.shift * profile.omegas
-    if float(profile.firsts[0].abs().max()) <= 1e-3:
+    if float(profile.firsts[0].angle().abs().max()) <= 1e-3:
         starts = torch.zeros_like(starts)
-
-    loose = log.identity is not None and log.identity.loose and not declared
+    as_measured = Expected(profile.omegas, starts, profile.shift)
     if spec is None:
-        return Expected(profile.omegas, starts, profile.shift, False)
+        return as_measured
+    signs = signs_of(log, profile, declared=declared)
     turning = [pair in profile.pairs for pair in pairs_of(spec)]
 
     def rates(length: int | None = None) -> torch.Tensor:
@@ -102,25 +113,26 @@ def expected_of(log: Log, profile: Profile, declared: bool) -> Expected | None:
     if not declared:
         # A base or a factor that was rounded to few digits gives other angles far away.
         gap = float(((profile.omegas - exact).abs() - 2 * profile.blur).max())
-        loose = loose or gap > 2.0**-22 * float(exact.abs().max())
-        loose = loose and not is_rounded(profile.omegas.abs(), exact.abs())
-    if loose:
-        return Expected(profile.omegas, starts, profile.shift, False)
+        loose = identity is not None and identity.loose
+        loose |= gap > 2.0**-22 * float(exact.abs().max())
+        if loose and not is_rounded(profile.omegas.abs(), exact.abs()):
+            return as_measured
     return Expected(exact, starts, profile.shift, True, rates if by_length else None)
 
 
 def measured(
     log: Log, profile: Profile, positions: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Measure cos and sin of the function, divided by the factor.
+    """Measure cosines and sines of the function, divided by the factor.
 
     Raises:
         CallFailed: as in :meth:`Subject.rotate`.
     """
-    seen = profile.tables(positions, dtype)
-    if log.found("amplitude-varies"):
-        return seen / torch.hypot(seen[0], seen[1])
-    return seen / profile.amplitude
+    return _scaled(log, profile, profile.tables(positions, dtype))
+
+
+def _scaled(log: Log, profile: Profile, seen: torch.Tensor) -> torch.Tensor:
+    return seen / (seen.abs() if log.found("amplitude-varies") else profile.amplitude)
 
 
 def check_angles(log: Log, profile: Profile, expected: Expected) -> None:
@@ -147,60 +159,49 @@ def _most(log: Log) -> int:
     return min(log.longest, _COUNTED) if counts else log.longest
 
 
-def _accepted(
-    log: Log, profile: Profile, positions: Sequence[int], dtype: torch.dtype
-) -> tuple[list[int], torch.Tensor]:
-    """Return the positions before the first that the function refuses, and their cos and sin."""
-    positions = [position for position in positions if position <= _most(log)]
-    while positions:
-        try:
-            return list(positions), measured(log, profile, positions, dtype)
-        except CallFailed:
-            positions = positions[:-1]
-    raise CallFailed(f"it refuses x of {dtype}")
+def _odd(log: Log, profile: Profile, dtype: torch.dtype) -> tuple[list[int], torch.Tensor]:
+    """Return the odd positions before the first that is refused, and cosines and sines there."""
+    positions, seen = profile.accepted([p for p in ODD if p <= _most(log)], dtype)
+    if not positions:
+        raise CallFailed(f"it refuses x of {dtype}")
+    return positions, _scaled(log, profile, seen)
 
 
 def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) -> None:
-    positions, seen = _accepted(log, profile, ODD, dtype)
     step = max(torch.finfo(each).eps for each in (dtype, profile.table))
     step *= 1 if profile.amplitude == 1.0 else 2  # the factor may be rounded by itself
 
     def errors(where: Sequence[int], table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest error at each position, and whether it is too large."""
         slack = torch.tensor([0.6 * step + 3 * expected.bound(p) + 1e-6 for p in where])
-        error = (table - expected.table(where)).abs().nan_to_num(math.inf).amax((0, 2))
+        error = differences(table, expected.table(where)).amax(1)
         return error, error > slack
 
+    positions, seen = _odd(log, profile, dtype)
     error, wrong = errors(positions, seen)
     if not bool(wrong.any()):
-        block = range(min(DENSE, profile.reach, log.longest))
-        error, wrong = errors(block, measured(log, profile, block, dtype))
+        positions = [*range(min(DENSE, profile.reach, log.longest))]
+        error, wrong = errors(positions, measured(log, profile, positions, dtype))
         if not expected.sure:
             wrong &= error > _CLEAR  # a smaller error may be due to the measurement
         if bool(wrong.any()):
-            worst = int(error.argmax())
-            _add_wrong(
-                *(log, profile, expected, block[-1]),
-                f"at position {worst:,} a cosine or sine is off by {float(error[worst]):.3g}",
-                f" at {int(wrong.sum()):,} of the first {len(block):,} positions",
-            )
+            where = f" at {int(wrong.sum()):,} of the first {len(positions):,} positions"
+            _add_wrong(log, profile, expected, positions[-1], _off(positions, error, 9.0), where)
         return
     causes: dict[str, str] = {}
     if expected.sure or dtype != torch.float32:
-        causes = _rounding(profile, expected, positions, seen, max(0.6 * step + 1e-4, 1e-3))
+        # The steps that, rounded to 16 bits, explain the angles.
+        given = [position + profile.shift for position in positions]
+        tolerance = max(0.6 * step + 1e-4, 1e-3)
+        how = profile.explain(expected.omegas, given, seen, tolerance, (torch.float64, *NARROW))
+        causes = {kind: SHORT[each] for kind, each in zip(_ROUNDED, how or ()) if each in NARROW}
     if not causes and dtype == torch.float32:
         first = next(p for p, bad in zip(positions, wrong) if bad)
         if _where_it_ends(log, profile, expected, first + 1) or not expected.sure:
             return
     if not causes and log.found(*_ENDS):
         return
-    # Show the first clear error, else the largest.
-    sizes = error.tolist()
-    worst, size = next(
-        ((p, each) for p, each in zip(positions, sizes) if each > _CLEAR),
-        (positions[sizes.index(max(sizes))], max(sizes)),
-    )
-    evidence = f"at position {worst:,} a cosine or sine is off by {size:.3g}"
+    evidence = _off(positions, error, _CLEAR)
     named = "" if dtype == torch.float32 else f", for {SHORT[dtype]} x"
     for kind, rounded in causes.items():
         log.add(kind, evidence, dtype=rounded, x=named)
@@ -208,17 +209,10 @@ def _near(log: Log, profile: Profile, expected: Expected, dtype: torch.dtype) ->
         _add_wrong(log, profile, expected, positions[-1], evidence, named)
 
 
-def _rounding(
-    profile: Profile,
-    expected: Expected,
-    positions: Sequence[int],
-    seen: torch.Tensor,
-    tolerance: float,
-) -> dict[str, str]:
-    """Return the steps that, rounded to 16 bits, explain the angles: kind of finding -> dtype; {} if none do."""
-    where = [position + profile.shift for position in positions]
-    found = profile.explain(expected.omegas, where, seen, tolerance, (torch.float64, *NARROW))
-    return {kind: SHORT[dtype] for kind, dtype in zip(_ROUNDED, found or ()) if dtype in NARROW}
+def _off(positions: Sequence[int], error: torch.Tensor, clear: float) -> str:
+    """Name the first clear error, else the largest."""
+    at = int((error > clear).nonzero()[0]) if bool((error > clear).any()) else int(error.argmax())
+    return f"at position {positions[at]:,} a cosine or sine is off by {float(error[at]):.3g}"
 
 
 # --- far away --------------------------------------------------------------------------------------
@@ -234,7 +228,7 @@ def _far(log: Log, profile: Profile, expected: Expected) -> None:
         window = [position - below for below in _BELOW]
         exact, bound = expected.table(window), expected.bound(position)
         try:
-            error = _error(measured(log, profile, window), exact)
+            error = difference(measured(log, profile, window), exact)
         except CallFailed as refusal:
             last = _bisect(1, position - 1, lambda p: _is_taken(log, profile, p))
             log.add("table-end-refused", str(refusal), first=last + 1)
@@ -243,7 +237,7 @@ def _far(log: Log, profile: Profile, expected: Expected) -> None:
         narrow: float | None = None
         if torch.bfloat16 in log.dtypes:
             with suppress(CallFailed):
-                narrow = _error(measured(log, profile, window, torch.bfloat16), exact)
+                narrow = difference(measured(log, profile, window, torch.bfloat16), exact)
         found = AngleError(position, error, narrow, bound)
         log.angle_errors.append(found)
         if error > 3 * bound + 1e-6 + profile.noise * (profile.table in NARROW):
@@ -260,7 +254,7 @@ def _far(log: Log, profile: Profile, expected: Expected) -> None:
                 f"in a call of positions up to {wrong_at:,}, and not in calls of one position"
             )
             _add_wrong(log, profile, expected, wrong_at - 1, evidence, f" below {wrong_at:,}")
-    elif large is not None and large.float32 is not None and expected.sure:
+    elif large is not None and expected.sure:
         log.add(
             "angle-error",
             "most models compute angles in this way; for comparison, rounding to bfloat16 changes a value by "
@@ -268,10 +262,6 @@ def _far(log: Log, profile: Profile, expected: Expected) -> None:
             position=large.position,
             size=large.float32,
         )
-
-
-def _error(seen: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((seen - exact).abs().nan_to_num(math.inf).max())
 
 
 def _is_taken(log: Log, profile: Profile, position: int) -> bool:
@@ -302,27 +292,62 @@ def _where_it_ends(log: Log, profile: Profile, expected: Expected, wrong: int) -
     """
 
     def error(position: int) -> float:
-        return _error(measured(log, profile, [position]), expected.table([position]))
+        return difference(measured(log, profile, [position]), expected.table([position]))
 
     def right(position: int) -> bool:
         return error(position) <= 3 * expected.bound(position) + max(1e-4, profile.noise)
 
-    before = (wrong - 1, wrong - 2, wrong - 3)
-    bad = next((p for p in before if p > 0 and not right(p)), None)
+    bad = next((p for p in (wrong - 1, wrong - 2, wrong - 3) if p > 0 and not right(p)), None)
     if bad is None:
         return False
-    last = _bisect(0, bad, right)
-    kind, jump = _behaviour_after(log, profile, expected, last, bad)
+    size = _bisect(0, bad, right) + 1
+    kind, jump = _behaviour_from(log, profile, expected, size, bad)
     if expected.sure or kind in ("position-jump", "padding-id"):
-        size = last + 1
-        evidence = f"right up to position {last:,}; at position {bad:,} a cosine or sine is off by {error(bad):.3g}"
-        count = "offset" if log.subject.way.takes_offset else "position"
-        where = f" from position {size:,} on"
+        evidence = f"right up to position {size - 1:,}; at position {bad:,} a cosine or sine is off by {error(bad):.3g}"
         if kind == "far-angles":
+            where = f" from position {size:,} on"
             _add_wrong(log, profile, expected, bad, evidence, where)
         else:
-            log.add(kind, evidence, size=size, last=last, jump=jump, count=count, first=abs(jump))
+            count = "offset" if log.subject.way.takes_offset else "position"
+            words: dict[str, Any] = {"size": size, "last": size - 1, "jump": jump}
+            log.add(kind, evidence, count=count, first=abs(jump), **words)
     return True
+
+
+def _behaviour_from(
+    log: Log, profile: Profile, expected: Expected, size: int, bad: int
+) -> tuple[str, int]:
+    """Return what the function does from a position on: the kind of finding, and its jump of positions."""
+    place, *after = size, size + 1, size + 7, bad
+    try:
+        seen = {p: measured(log, profile, [p]) for p in (place, *after)}
+    except CallFailed:
+        return "far-angles", 0
+
+    def all_are(wanted: Callable[[int], torch.Tensor]) -> bool:
+        slack = max(1e-3, profile.noise)
+        return all(difference(seen[p], wanted(p)) <= 3 * expected.bound(p) + slack for p in after)
+
+    one = torch.ones_like(seen[place])
+    known: dict[str, Callable[[int], torch.Tensor]] = {
+        "table-identity": lambda _: one,
+        "table-zero": lambda _: 0 * one,
+        "table-clamp": lambda _: expected.table([size - 1]),
+        "table-wrap": lambda p: expected.table([p % size]),
+    }
+    for kind, wanted in known.items():
+        if all_are(wanted):
+            return kind, 0
+    if any(not bool(each.isfinite().all()) for each in seen.values()):
+        return "table-nan", 0
+    first = after[0]
+    ahead = (seen[first] / expected.table([first]))[0].angle()
+    jump = shift_of(expected.at(first + 1), ahead, 3 * expected.bound(first) + 1e-3)
+    if jump and all_are(lambda p: expected.table([p + jump])):
+        by_id = log.subject.way.takes_positions and not log.subject.way.counts
+        is_padding = by_id and size == 1 and abs(jump) <= 2
+        return "padding-id" if is_padding else "position-jump", jump
+    return "far-angles", 0
 
 
 def _add_wrong(
@@ -337,16 +362,16 @@ def _add_wrong(
         log.add("far-angles", evidence, where=where)
         return
     slack = 3 * expected.bound(bad) + max(1e-4, profile.noise)
-    depends = apart(alone, seen[:, : len(few)]) > 1e-5
-    wrong = _error(seen, expected.table(where_all)) > slack
-    short = _error(seen, replace(expected, longer=None).table(where_all)) <= slack
+    depends = difference(alone, seen[: len(few)]) > 1e-5
+    wrong = difference(seen, expected.table(where_all)) > slack
+    short = difference(seen, replace(expected, longer=None).table(where_all)) <= slack
     if depends and log.found("history"):
         return  # what earlier calls left has a finding
-    if expected.longer is None or spec is None:
-        if depends:
-            add_length(log, evidence, bad + 1)
-            return
-    elif wrong and (depends or short):
+    if depends and (expected.longer is None or spec is None):
+        log.add_length(evidence, bad + 1)
+    elif expected.longer is None or spec is None or not wrong or not (depends or short):
+        log.add("far-angles", evidence, where=where)
+    else:
         evidence += f"; declared {spec.scaling!r}"
         plain = replace(spec, scaling=None)
         if short and torch.equal(plain.frequencies().inv_freq, spec.frequencies().inv_freq):
@@ -354,56 +379,6 @@ def _add_wrong(
             return
         what = "are not those of the declared scaling" if depends else "do not depend on the length"
         log.add("scaling", evidence, what=f"The frequencies of long calls {what}")
-        return
-    log.add("far-angles", evidence, where=where)
-
-
-def add_length(log: Log, evidence: str, length: int) -> None:
-    """Add the finding that the frequencies depend on the length of the call; a note if that is declared."""
-    log.limit = length
-    log.facts["depends on length"] = f"yes, first seen in calls of {length:,} positions"
-    declared = log.spec is not None and log.spec.by_length
-    log.add("length", evidence, "note" if declared else "warning")
-
-
-def _behaviour_after(
-    log: Log, profile: Profile, expected: Expected, last: int, bad: int
-) -> tuple[str, int]:
-    """Return what the function does after the last right position: the kind of finding, and its jump of positions."""
-    size = last + 1
-    after = [size + 1, size + 7, bad]
-    try:
-        seen = {p: measured(log, profile, [p]) for p in dict.fromkeys((size, *after))}
-    except CallFailed:
-        return "far-angles", 0
-
-    def all_are(wanted: Callable[[int], torch.Tensor]) -> bool:
-        return all(
-            _error(seen[p], wanted(p)) <= 3 * expected.bound(p) + max(1e-3, profile.noise)
-            for p in after
-        )
-
-    none = torch.zeros(2, 1, len(expected.omegas), dtype=torch.float64)
-    ones = torch.stack((torch.ones_like(none[0]), none[1]))
-    known: dict[str, Callable[[int], torch.Tensor]] = {
-        "table-identity": lambda _: ones,
-        "table-zero": lambda _: none,
-        "table-clamp": lambda _: expected.table([last]),
-        "table-wrap": lambda p: expected.table([p % size]),
-    }
-    for kind, wanted in known.items():
-        if all_are(wanted):
-            return kind, 0
-    if any(not bool(each.isfinite().all()) for each in seen.values()):
-        return "table-nan", 0
-    place = after.pop(0)
-    exact = expected.table([place])[:, 0]
-    ahead = torch.atan2(*seen[place][:, 0].flip(0)) - torch.atan2(*exact.flip(0))
-    jump = shift_of(expected.at(place + 1), ahead, 3 * expected.bound(place) + 1e-3)
-    if jump and all_are(lambda p: expected.table([p + jump])):
-        by_id = log.subject.way.takes_positions and not log.subject.way.counts
-        return "padding-id" if by_id and last == 0 and abs(jump) <= 2 else "position-jump", jump
-    return "far-angles", 0
 
 
 def check_type_history(log: Log, profile: Profile) -> None:
@@ -411,11 +386,12 @@ def check_type_history(log: Log, profile: Profile) -> None:
     if torch.bfloat16 not in log.dtypes or log.found("history"):
         return
     with log.check("results do not depend on the dtype of earlier calls"):
-        near = [position for position in ODD if position < 5000]
-        positions, alone = _accepted(log, renewed(profile), near, torch.float32)
+        # Some functions keep tables of a few thousand positions.
+        near = [p for p in ODD if p <= min(log.longest, 5000)]
+        positions, alone = renewed(profile).accepted(near)
         used = renewed(profile)
-        measured(log, used, positions, torch.bfloat16)
-        size = _error(measured(log, used, positions), alone)
+        used.tables(positions, torch.bfloat16)
+        size = difference(used.tables(positions), alone)
         if size > 1e-4:
             log.add(
                 "history",

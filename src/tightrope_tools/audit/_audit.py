@@ -11,9 +11,9 @@ from tightrope._errors import bad_type, bad_value, public
 from tightrope.frequencies import LONGEST
 from tightrope.spec import RopeSpec
 
-from . import _angles, _behaviour, _ids, _rotation
+from . import _angles, _calls, _frequencies, _ids, _rotation, _scores
 from ._call import CallFailed, Subject, describe_error, undisturbed
-from ._kinds import MENDS, SENTENCES
+from ._faults import FAULTS
 from ._log import Log
 from ._report import Finding, Report
 from ._search import Hints, NoCallFound
@@ -108,8 +108,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         try:
             subject = subject_of(found, hints, declared, device)
         except NoCallFound as error:
-            code = "cannot-call"
-            only = Finding(code, "error", SENTENCES[code], str(error), MENDS[code])
+            severity, sentence, mend = FAULTS["cannot-call"]
+            only = Finding("cannot-call", severity, sentence, str(error), mend)
             return Report(found.name, {}, (only,))
         log = Log(found.name, subject, declared, tuple(dtypes), longest, progress=progress)
         log.recorded = found.recorded
@@ -213,37 +213,46 @@ def check_all(log: Log) -> None:
     Raises:
         CallFailed: a call failed that the checks need.
     """
-    _behaviour.check_equal(log)
+    _calls.check_equal(log)
     if log.found("nondeterminism", "not-finite"):
         return
-    uses_positions = _ids.check_ids(log)
-    _behaviour.check_memory(log)
-    _behaviour.check_rows(log)
-    _behaviour.check_inputs(log)
+    log.measure_near()
+    if not log.near.is_finite:
+        log.add("not-finite", "unit vectors at positions near 0")
+        return
+    _calls.check_linear(log)
+    if log.found("not-linear", "not-finite"):
+        log.skip("results of other calls", "the function is not linear, so none can be predicted")
+    else:
+        _calls.check_heads(log)
+        _ids.check_ids(log)
+        _calls.check_memory(log)
+        _ids.check_rows(log)
+        _calls.check_calls(log)
+    _calls.check_results(log)
     spec = log.spec
     if spec is not None and log.subject.way.form.takes_tables:
         _add_unchecked(log, spec)
-    if not uses_positions or log.along_heads:
+    if log.along_heads:
         log.skip("it rotates pairs of channels", "tokens are not rotated by their positions")
         return
     sound = _rotation.check_rotation(log)
     profile = log.profile
     if profile is None or not profile.pairs:
         return
-    _rotation.check_record(log, profile)
+    _frequencies.check_record(log, profile)
     if sound:
-        same = spec is not None and _rotation.check_declared(log, spec, profile)
+        same = spec is not None and _frequencies.check_declared(log, spec, profile)
         if same and spec is not None:
-            _rotation.check_axes(log, spec, profile)
-        _rotation.check_identity(log, profile)
+            _frequencies.check_axes(log, spec, profile)
+        _frequencies.check_identity(log, profile)
         expected = _angles.expected_of(log, profile, same)
         if expected is not None:
             _angles.check_angles(log, profile, expected)
             _angles.check_type_history(log, profile)
-        _rotation.check_relative(log)
-    _rotation.check_keys(log, profile)
-    _rotation.check_gradients(log)
-    _behaviour.check_alone(log)
+        _scores.check_relative(log)
+    _scores.check_keys(log, profile)
+    _scores.check_gradients(log)
 
 
 def _add_unchecked(log: Log, spec: RopeSpec) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tightrope.functional import apply_rotary_pos_emb
-from tightrope_tools.forms import Call, widen
+from tightrope_tools.forms import WIDTHS, Call
 
 #: Layouts of x, likeliest first: b is batch, h heads, s sequence, d channels, t the tokens of all sequences
 #: packed into one dimension. Each has functions from and to (batch, heads, sequence, channels).
@@ -35,8 +35,6 @@ TABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bs1d": lambda table: table[:, :, None],
     "s11d": lambda table: table[0][:, None, None],
 }
-# Roles of arguments that the audit leaves at their defaults.
-_LEFT_OUT = ("more", "unsqueeze_dim")
 
 
 class CallFailed(Exception):
@@ -65,6 +63,10 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
+Xs = list[torch.Tensor]
+Positions = torch.Tensor | Sequence[Any]
+
+
 @dataclass(frozen=True)
 class Way(Call):
     """One way to call a function, including layouts and shapes of the arguments.
@@ -88,15 +90,6 @@ class Way(Call):
     row_offsets: bool = False
     axes: int = 1
     counts: str = ""
-
-    @classmethod
-    def of(cls, call: Call, axes: int = 1) -> Way | None:
-        """Return the way of a call, or None if the call needs an argument that the audit leaves out."""
-        if any(each.role in _LEFT_OUT and not each.keyword for each in call.arguments):
-            return None
-        passed = tuple(each for each in call.arguments if each.role not in _LEFT_OUT)
-        way = cls(call.form, passed)
-        return replace(way, axes=axes if way.takes_positions else 1)
 
     @property
     def takes_positions(self) -> bool:
@@ -153,8 +146,9 @@ class Subject:
         made: returns the cosines and sines of these tables at positions, if not those of ``rates``.
         make: returns a new ``fn``; None if ``fn`` is copied instead.
         renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
-        one_row: whether each call gets one row, because results depend on the number of rows.
+        one_row, one_head: whether each call gets one row, or one head, because others depend on their number or place.
         side: 0 to rotate as q, 1 to rotate as k, if the function takes both.
+        given: the tables that ``fn`` got, each with a copy made before the call.
     """
 
     fn: Callable[..., Any]
@@ -165,8 +159,10 @@ class Subject:
     device: str = "cpu"
     renew: bool = False
     one_row: bool = False
+    one_head: bool = False
     side: int = 0
     made: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    given: list[Any] = field(default_factory=list, compare=False)
 
     def keys(self) -> Subject:
         """Return the function of k alone, of a function of q and k."""
@@ -175,7 +171,7 @@ class Subject:
     @property
     def most_heads(self) -> int | None:
         """The number of heads that x can have; None for any."""
-        return None if "h" in self.way.layout else 1
+        return None if "h" in self.way.layout and not self.one_head else 1
 
     @property
     def most_rows(self) -> int | None:
@@ -184,7 +180,7 @@ class Subject:
 
     def fresh(self) -> Subject:
         """Return the subject with a function that has not been called yet, if possible."""
-        return replace(self, fn=fresh(self.fn, self.make))
+        return replace(self, fn=fresh(self.fn, self.make), given=[])
 
     @property
     def can_be_fresh(self) -> bool:
@@ -192,13 +188,7 @@ class Subject:
         return self.make is not None or fresh(self.fn, None) is not self.fn
 
     def random(
-        self,
-        rows: int,
-        heads: int,
-        tokens: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
+        self, rows: int, heads: int, tokens: int, *, dtype: Any = torch.float32, seed: int = 0
     ) -> torch.Tensor:
         """Return a random x ``[rows, heads, tokens, head_dim]``, laid out by :meth:`laid_out`."""
         generator = torch.Generator().manual_seed(seed)
@@ -214,7 +204,7 @@ class Subject:
         back = [order.index(axis) for axis in range(4)]
         return x.to(self.device).permute(order).contiguous().permute(back)
 
-    def ids(self, positions: torch.Tensor | Sequence[int], rows: int) -> torch.Tensor:
+    def ids(self, positions: Positions, rows: int) -> torch.Tensor:
         """Return positions ``(rows, tokens)`` on the device."""
         ids = positions
         if not isinstance(ids, torch.Tensor):
@@ -223,78 +213,59 @@ class Subject:
             ids = ids[None].repeat(rows, 1)
         return ids.to(self.device)
 
-    def rotate(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor | Sequence[int],
-        given: list[Any] | None = None,
-    ) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Rotate x, as q or as k if the function takes both.
 
         Args:
             x: ``(rows, heads, tokens, channels)``.
             positions: ``(rows, tokens)``, ``(tokens,)``, or ``(axes, rows, tokens)``.
-            given: a list to which each table that the function gets is added, with a copy made before the call.
 
         Raises:
             CallFailed: the function raised an exception, or its result has another shape than x.
         """
         xs = [x.detach().clone(), x.detach().clone()] if self.way.takes_keys else [x]
         xs[self.side] = x
-        return self._by_rows(tuple(xs), positions, given)[self.side]
+        return self.rotate_all(xs, positions)[self.side]
 
-    def rotate_qk(
-        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q and k in one call, for functions that take both."""
-        first, second = self._by_rows((q, k), positions)
-        return first, second
+    def rotate_all(self, xs: Xs, positions: Positions) -> Xs:
+        """Rotate x, or q and k, in one call.
 
-    def _by_rows(
-        self,
-        xs: tuple[torch.Tensor, ...],
-        positions: torch.Tensor | Sequence[int],
-        given: list[Any] | None = None,
-    ) -> list[torch.Tensor]:
-        """Call row by row if one call takes only one row, or cannot take positions that differ by row."""
+        Call row by row if one call takes only one row, or cannot take positions that differ by row.
+        """
         ids = self.ids(positions, len(xs[0]))
         alike = ids.ndim > 2 or self.way.rows_differ or bool((ids == ids[:1]).all())
         if (self.most_rows == 1 or not alike) and len(xs[0]) > 1:
             rows = zip(*(x.split(1) for x in xs))
-            parts = [self._placed(row, where, given) for row, where in zip(rows, ids.split(1))]
+            parts = [self._placed([*row], where) for row, where in zip(rows, ids.split(1))]
             return [torch.cat(each) for each in zip(*parts)]
-        return self._placed(xs, ids, given)
+        return self._placed(xs, ids)
 
-    def _placed(
-        self, xs: tuple[torch.Tensor, ...], ids: torch.Tensor, given: list[Any] | None
-    ) -> list[torch.Tensor]:
+    def _placed(self, xs: Xs, ids: torch.Tensor) -> Xs:
         """Call a function that numbers tokens itself on an x in which each token stands at its position."""
         way = self.way
         if way.counts == "rising" and bool((ids.diff() < 0).any()):
             order = ids.argsort(dim=-1, stable=True)
             at = [order[:, None, :, None].expand_as(x) for x in xs]
-            rising = tuple(self.laid_out(x.gather(2, to)) for x, to in zip(xs, at))
-            ys = self._call(rising, ids.gather(-1, order), 0, given)
+            rising = [self.laid_out(x.gather(2, to)) for x, to in zip(xs, at)]
+            ys = self._call(rising, ids.gather(-1, order), 0)
             return [torch.zeros_like(y).scatter(2, to, y) for y, to in zip(ys, at)]
         if way.takes_ids or not ids.numel():
-            return self._call(xs, ids, 0, given)
+            return self._call(xs, ids, 0)
         start: Any = int(ids.min()) if way.takes_offset else 0
         if way.row_offsets:
             start = ids.amin(-1, keepdim=True) * way.takes_offset
         size = int((ids - start).max()) + 1
         counted = torch.arange(ids.shape[-1], device=ids.device)
         if bool((ids - start == counted).all()) or (way.packed and _lengths(ids)):
-            return self._call(xs, ids, start, given)
+            return self._call(xs, ids, start)
         where = [(ids - start).long()[:, None, :, None].expand_as(x) for x in xs]
         whole = [x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in xs]
         whole = [each.scatter(2, at, x) for each, at, x in zip(whole, where, xs)]
         every = torch.arange(size, dtype=ids.dtype, device=ids.device).repeat(len(ids), 1) + start
-        ys = self._call(tuple(map(self.laid_out, whole)), every, start, given)
+        ys = self._call([*map(self.laid_out, whole)], every, start)
         return [y.gather(2, at) for y, at in zip(ys, where)]
 
-    def _call(
-        self, xs: tuple[torch.Tensor, ...], ids: torch.Tensor, start: Any, given: list[Any] | None
-    ) -> list[torch.Tensor]:
+    def _call(self, xs: Xs, ids: torch.Tensor, start: Any) -> Xs:
         way, (into, back), rows = self.way, _LAYOUTS[self.way.layout], len(xs[0])
         values: dict[str, Any] = {"offset": start[:, 0] if way.row_offsets else start}
         if way.packed:
@@ -302,19 +273,18 @@ class Subject:
             ids = torch.arange(sum(lengths))[None] if _lengths(ids) else ids.reshape(1, -1)
             ends = torch.tensor([0, *lengths], device=xs[0].device).cumsum(0)
             values |= {"cu_seqlens": ends.int(), "max_seqlen": max(lengths)}
-            xs = tuple(x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for x in xs)
+            xs = [x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for x in xs]
         values["seq_dim"] = way.layout.replace("t", "s").index("s")
         values["positions"] = self._positions(ids)
         values |= zip(("q", "k") if way.takes_keys else ("x",), map(into, xs))
         if way.takes_rows:
             count = torch.arange(ids.numel(), device=ids.device)
             values["positions"] = count.reshape(ids.shape)
-        if way.form.takes_tables:
-            tables = self._tables(xs[0], ids.reshape(1, -1) if way.takes_rows else ids)
+        if (build := way.form.build) is not None:
+            tables = build(*self._tables(xs[0], ids.reshape(1, -1) if way.takes_rows else ids))
             values |= zip(way.form.roles, tables)
-            if given is not None:
-                held = [each for each in tables if isinstance(each, torch.Tensor)]
-                given += [(each, each.clone()) for each in held]
+            held = [each for each in tables if isinstance(each, torch.Tensor)]
+            self.given.extend((each, each.clone()) for each in held)
         result = self.run(values)
         if way.form.gives_tables:
             return [self._turned(x, result) for x in xs]
@@ -345,14 +315,13 @@ class Subject:
             ids = ids.expand(self.way.axes, -1, -1)
         return ids[..., 0, :] if self.way.shared_positions else ids
 
-    def _tables(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
+    def _tables(self, x: torch.Tensor, ids: torch.Tensor) -> Iterator[torch.Tensor]:
         """Cosines and sines for a function that takes them."""
         way = self.way
         angle = ids[..., None].double().cpu() * self.rates
         made = (angle.cos(), angle.sin()) if self.made is None else self.made(ids)
         dtype = x.dtype if way.form.narrow else torch.float32
-        cos, sin = (TABLES[way.table_shape](widen(t, way.width).to(x.device, dtype)) for t in made)
-        return way.form.built(cos, sin)
+        return (TABLES[way.table_shape](WIDTHS[way.width](t).to(x.device, dtype)) for t in made)
 
     def _turned(self, x: torch.Tensor, tables: Any) -> torch.Tensor:
         """Rotate x by the tables that the function returned."""

@@ -16,24 +16,14 @@ import torch
 from tightrope._errors import bad_value, public
 from tightrope.spec import RopeSpec
 
+from ._arithmetic import arithmetic_of, shares_of
 from ._audit import check_all, check_options
 from ._call import CallFailed, Subject, undisturbed
-from ._kinds import MENDS, SENTENCES
+from ._frequencies import identity_of, is_of
 from ._log import Log
-from ._profile import (
-    NARROW,
-    ODD,
-    SHORT,
-    Angles,
-    Profile,
-    apart,
-    arithmetic_of,
-    measure,
-    shares_of,
-    wrapped,
-)
+from ._near import Near, apart
+from ._profile import NARROW, ODD, SHORT, Angles, Profile, differences, measure, wrapped
 from ._report import Comparison, Difference
-from ._rotation import identity_of, is_of, record_of
 from ._search import Hints, NoCallFound
 from ._targets import Target, names_stack, resolve, subject_of
 
@@ -45,8 +35,8 @@ _FARTHEST, _MOST_TOKENS = 1 << 17, 5000
 # Findings of an audit about what the steps below do not measure, as each of them looks at a few usual calls: first
 # those with which the steps can be named wrongly.
 _MISLEADING = frozenset(
-    """nondeterminism history batch row-positions heads position-order not-linear k-not-rotated q-k table-clamp table-wrap
-    table-identity table-zero table-nan position-jump padding-id positions-ignored first-id last-id restarts
+    """record nondeterminism history batch row-positions heads position-order not-linear k-not-rotated q-k table-clamp
+    table-wrap table-identity table-zero table-nan position-jump padding-id positions-ignored first-id last-id restarts
     offset-ignored numbered-through gradient-missing""".split()
 )
 _FURTHER = frozenset(["length", "shape-dependent"])
@@ -113,6 +103,7 @@ def compare(  # noqa: PLR0913  (one argument for each option)
                 subject = subject_of(target, hints, spec, device)
                 farthest = _FARTHEST if subject.way.takes_ids else _MOST_TOKENS
                 log = Log(target.name, subject, None, (torch.float32,), farthest)
+                log.recorded = target.recorded
                 with suppress(CallFailed):
                     check_all(log)
                 logs.append(log)
@@ -130,7 +121,7 @@ def compare(  # noqa: PLR0913  (one argument for each option)
 
 
 def _profile_of(subject: Subject, name: str) -> Profile:
-    profile = measure(subject)
+    profile = measure(subject, Near.of(subject))
     if not profile.pairs or profile.tangled:
         raise bad_value(f"{name} must rotate pairs of channels but does not")
     return profile
@@ -189,11 +180,6 @@ def _compared(targets: list[Target], logs: list[Log], a: Profile, b: Profile) ->
     steps = _Steps(_if_rounded(a, b), _if_rounded(b, a))
     a, b = steps.a, steps.b
     _compare_findings(steps, logs, _MISLEADING)
-    contradicted = [record_of(target.recorded, p) for target, p in zip(targets, (a, b))]
-    for which, contrary in zip(("first", "second"), contradicted):
-        if contrary and not all(contradicted):
-            sentence = SENTENCES["record"].format(**contrary)
-            steps.add("record", sentence, f"the {which}: {MENDS['record'].format(**contrary)}")
     _compare_channels(steps)
     dtypes: tuple[torch.dtype, ...] = _DTYPES
     if len(a.pairs) == len(b.pairs):
@@ -243,7 +229,9 @@ def _compare_findings(steps: _Steps, logs: list[Log], codes: frozenset[str]) -> 
 
 def _compare_calls(steps: _Steps) -> None:
     """Compare the results of further calls to the bit; those that a function refuses are left out."""
-    subjects = [replace(p.subject, one_row=False).fresh() for p in (steps.a, steps.b)]
+    subjects = [
+        replace(p.subject, one_row=False, one_head=False).fresh() for p in (steps.a, steps.b)
+    ]
     if len({s.way.form.takes_tables for s in subjects}) > 1:
         return
     heads = min(s.most_heads or 40 for s in subjects)
@@ -393,12 +381,12 @@ def _compare_angles(steps: _Steps) -> tuple[list[int], list[torch.Tensor]]:
         steps.facts["angles"] = _NOT_COMPARED
         return odd, seen
     before = {each.code for each in steps.found}
-    gap = (seen[0] - seen[1]).abs()
+    gap = torch.view_as_real(seen[0] - seen[1]).abs()
     one, other = _angles_of(a, b, odd, seen[0]), _angles_of(b, a, odd, seen[1])
     steps.facts["angles"] = one, other
     if one != other:
         what = "position" if "positions" in one + other else "angle"
-        worst = int(gap.amax((0, 2)).argmax())
+        worst = int(gap.amax((1, 2)).argmax())
         known = "unknown" not in (one, other)
         steps.add(
             f"{what}-dtype" if known else "angles",
@@ -444,11 +432,10 @@ def _compare_arithmetic(
             if dtype != torch.float32 and not steps.gets_tables:
                 own, known = _compare_dtype(steps, tables, dtype, odd)
             # An angle in float16 may be infinite, which has no cosine.
-            fits = torch.stack(own).isfinite().all(-1).all(1).all(0)
+            fits = torch.stack(own).isfinite().all(-1).all(0)
             where = [p for p, fit in zip(odd, fits.tolist(), strict=True) if fit]
             one, other = (
-                arithmetic_of(p, dtype, where, t[:, fits])
-                for p, t in zip(profiles, own, strict=True)
+                arithmetic_of(p, dtype, where, t[fits]) for p, t in zip(profiles, own, strict=True)
             )
         except CallFailed:
             continue  # the shares of differing results show that a function refuses this dtype
@@ -471,7 +458,7 @@ def _compare_arithmetic(
             shown = _named(first), _named(second)
             sentence = f"{what} are rounded at different places, for {name} x."
             if (first is None) != (second is None):
-                code, sentence = "gradient-missing", SENTENCES["gradient-missing"]
+                code, sentence = "gradient-missing", f"One has no gradients, for {name} x."
             if first and second and not {*first}.isdisjoint(second):
                 steps.facts[f"{fact}, {name}"] = shown
             else:
@@ -496,7 +483,7 @@ def _compare_dtype(
     own, known, narrow = [], True, []
     for profile, table in zip((steps.a, steps.b), tables, strict=True):
         seen = profile.tables(profile.given(odd), dtype)
-        off = (seen - table).abs().nan_to_num(math.inf).amax((0, 2))
+        off = differences(seen, table).amax(1)
         worst, how = int(off.argmax()), exact
         if float(off[worst]) > limit * max(1.0, profile.amplitude):
             how = profile.explain(
@@ -505,12 +492,13 @@ def _compare_dtype(
             )
             if how is not None and not profile.shift:
                 angles = how.at(odd, profile.omegas).float()
-                table = profile.amplitude * torch.stack((angles.cos(), angles.sin())).double()
+                turned = torch.complex(angles.cos(), angles.sin()).to(torch.complex128)
+                table = profile.amplitude * turned
             else:
                 known = False
         found.append((how, float(off[worst]), odd[worst]))
         own.append(table)
-        narrow.append(seen.nan_to_num())
+        narrow.append(torch.view_as_real(seen).nan_to_num())
     if torch.equal(*narrow) or found[0][0] == found[1][0] is not None:
         return own, known
     for which, (how, size, position) in zip(("first", "second"), found, strict=True):

@@ -1,171 +1,191 @@
 """Find out which positions a function gives to tokens: their own, or others.
 
-One vector at positions 0, 1, 2, … of one call shows what the function makes of it at each of them. In a call with other
-positions, its results then show which position each token got.
+The near matrices tell at which positions the tokens of a call were rotated. What functions make of positions, in place
+of each token's own, is a table of maps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ._call import CallFailed, Subject
+from ._calls import add_batch, check_length_of_rows
 from ._log import Log
-from ._profile import apart
-from ._rotation import add_does_nothing
+from ._near import NEAR, apart
 
-_NEAR = 16
-_SAME = 1e-5
-_ANY = (5, 1, 11, 3, 2, 2, 0, 9)
-_LATER = (5, 6, 7, 8, 9, 10, 11, 12)
-_RESTART = (0, 1, 2, 3, 0, 1, 2, 3)
+Ids = torch.Tensor
+_ANY = ((5, 1, 11, 3, 2, 2, 0, 9),)
+_LATER = ((5, 6, 7, 8, 9, 10, 11, 12),)
+_RESTART = ((0, 1, 2, 3, 0, 1, 2, 3),)
+_ROWS = ((3, 1, 0, 2), (2, 5, 1, 4))
 # Rows of 3, 2 and 5 tokens.
-_PACKED = (0, 1, 2, 0, 1, 0, 1, 2, 3, 4)
+_PACKED = ((0, 1, 2, 0, 1, 0, 1, 2, 3, 4),)
 
 
-class _Map(NamedTuple):
-    """A map of positions ``(tokens,)`` that functions make.
+class Map(NamedTuple):
+    """What functions make of positions ``[rows, tokens]``.
 
     Attributes:
         kind: the kind of the finding.
-        counts: the calls in which each token gets its own position, as in :class:`._call.Way`.
         made: the positions that the tokens get.
-        how: words of the sentence.
+        then: how later calls are made, in which each token gets its own: fields of the subject.
+        which: of the ids is used, for the sentence.
     """
 
     kind: str
-    counts: str
-    made: Callable[[torch.Tensor], torch.Tensor]
-    how: str = ""
+    made: Callable[[Ids], Ids]
+    then: dict[str, Any]
+    which: str = ""
 
 
-def _through(ids: torch.Tensor) -> torch.Tensor:
-    return torch.arange(len(ids))
+def _through(ids: Ids) -> Ids:
+    return torch.arange(ids.shape[-1])
 
 
-_FROM_FIRST = "from the first"
-_OFFSET = (
-    _Map("offset-ignored", "from 0", lambda ids: ids - ids.min()),
-    _Map("offset-ignored", "from 0", lambda ids: ids - ids[0]),
-    _Map("offset-ignored", "from 0", lambda ids: ids - ids.cummin(0).values),
+_FIRST = {"counts": "from the first"}
+_OFFSETS = tuple(
+    Map("offset-ignored", made, {"counts": "from 0"})
+    for made in (
+        lambda ids: ids - ids.amin(-1, keepdim=True),
+        lambda ids: ids - ids[:, :1],
+        lambda ids: ids - ids.cummin(-1).values,
+    )
 )
-#: The first one that explains all results is named.
+#: The first map that explains all calls of a function that takes positions is named.
 _MAPS = (
-    *_OFFSET,
-    _Map("positions-ignored", "from 0", _through),
-    _Map("first-id", _FROM_FIRST, lambda ids: ids[0] + _through(ids), "first"),
-    _Map("first-id", _FROM_FIRST, lambda ids: ids.min() + _through(ids), "smallest"),
-    _Map("last-id", _FROM_FIRST, lambda ids: ids[-1] - _through(ids).flip(0), "last"),
-    _Map("last-id", _FROM_FIRST, lambda ids: ids.max() - _through(ids).flip(0), "largest"),
-    _Map("restarts", "rising", lambda ids: ids.cummax(0).values),
-    _Map("position-order", "rising", lambda ids: ids.sort().values),
+    *_OFFSETS,
+    Map("positions-ignored", lambda ids: _through(ids).expand_as(ids), {"counts": "from 0"}),
+    Map("first-id", lambda ids: ids[:, :1] + _through(ids), _FIRST, "first"),
+    Map(
+        *("first-id", lambda ids: ids.amin(-1, keepdim=True) + _through(ids), _FIRST),
+        "smallest",
+    ),
+    Map("last-id", lambda ids: ids[:, -1:] - _through(ids).flip(0), _FIRST, "last"),
+    Map(
+        *("last-id", lambda ids: ids.amax(-1, keepdim=True) - _through(ids).flip(0), _FIRST),
+        "largest",
+    ),
+    Map("restarts", lambda ids: ids.cummax(-1).values, {"counts": "rising"}),
+    Map("position-order", lambda ids: ids.sort(-1).values, {"counts": "rising"}),
+)
+_ALONE = {"one_row": True}
+_PACKED_MAPS = (
+    Map("numbered-through", lambda ids: torch.arange(ids.numel()).view_as(ids), _ALONE),
+)
+#: Of the rows of a call: numbered one after the other; as row 0; from the first position of row 0 on.
+_ROW_MAPS = (
+    Map(
+        "numbered-through",
+        lambda ids: ids + (ids.max() + 1) * torch.arange(len(ids))[:, None],
+        _ALONE,
+    ),
+    Map("row-positions", lambda ids: ids[:1].expand_as(ids), {}),
+    Map("row-positions", lambda ids: ids - ids.amin(-1, keepdim=True) + ids[0].min(), {}),
 )
 
 
-def check_ids(log: Log) -> bool:
-    """Check that each token gets its own position; return False if no position is used, so that angles mean nothing.
+def check_ids(log: Log) -> None:
+    """Check that each token gets its own position.
 
     If it does not, later checks pass positions with which it does, so that one fault has one name.
     """
     way = log.subject.way
     if way.packed:
-        with log.check("each packed row begins at position 0") as fresh:
-            _packed(log, fresh)
-        return True
-    if not (way.takes_positions or way.takes_offset):
-        return True
-    with log.check("positions are used") as fresh:
-        if way.takes_positions and not _used(log, fresh):
-            return False
-        calls, maps = (
-            ((_ANY, _LATER, _RESTART), _MAPS) if way.takes_positions else ((_LATER,), _OFFSET)
-        )
-        found = _explain(log, calls, maps)
-        if found is not None:
-            given, each = found
-            got = each.made(torch.tensor(given)).tolist()
-            evidence = f"tokens at {_listed(given)} come out as if at {_listed(got)}"
-            log.add(each.kind, evidence, which=each.how)
-            by_row = each.counts == _FROM_FIRST and way.rows_differ
-            way = replace(way, counts=each.counts, row_offsets=way.row_offsets or by_row)
-            log.subject = replace(log.subject, way=way)
-    return True
+        with log.check("each packed row begins at position 0"):
+            with log.refusal("shapes", what="packed rows of different lengths"):
+                if not _is_explained(log, (_PACKED,), _PACKED_MAPS):
+                    words = f"in rows of 3, 2 and 5 tokens, those at {_listed(_PACKED[0])}"
+                    got = [_first(row) for row in _matches(log, _PACKED)[0]]
+                    add_batch(log, f"{words} come out as if at {_listed(got)}", "lengths")
+    elif way.takes_positions or way.takes_offset:
+        with log.check("positions are used"):
+            if way.takes_positions and log.near.is_constant:
+                return  # no position is used at all: the check of pairs names that
+            calls = (_ANY, _LATER, _RESTART) if way.takes_positions else (_LATER,)
+            _is_explained(log, calls, _MAPS if way.takes_positions else _OFFSETS)
 
 
-def _used(log: Log, subject: Subject) -> bool:
-    """Report a function that uses no position at all."""
-    x = subject.random(1, 2, 3, seed=8)
-    results = [subject.rotate(x.clone(), where) for where in ([0, 1, 2], [7, 3, 11], [40, 50, 3])]
-    if all(apart(x, each) <= _SAME for each in results):
-        add_does_nothing(log)
-        return False
-    one = subject.laid_out(x[:, :, :1].expand_as(x))
-    same = subject.rotate(one, [0, 1, 2])
-    if (
-        all(apart(results[0], each) <= _SAME for each in results[1:])
-        and apart(same, same[:, :, :1].expand_as(same)) <= _SAME
-    ):
-        evidence = "tokens at 0, 1, 2 and at 7, 3, 11 and at 40, 50, 3 come out the same"
-        log.add("positions-ignored", evidence)
-        return False
-    return True
+def check_rows(log: Log) -> None:
+    """Check that rows do not influence one another, and that each gets its own positions."""
+    name = "rows do not depend on one another"
+    if not log.subject.way.rows_differ:
+        log.skip(name, "all rows have the same positions")
+        return
+    with log.check(name) as subject:
+        if not _is_explained(log, (_ROWS,), _ROW_MAPS):
+            _add_if_apart(log, subject)
+    if not log.found("batch", "numbered-through"):
+        check_length_of_rows(log)
 
 
-def _explain(
-    log: Log, calls: tuple[tuple[int, ...], ...], maps: tuple[_Map, ...]
-) -> tuple[tuple[int, ...], _Map] | None:
-    """Return the first call whose tokens do not get their positions, and the map that explains all calls, if any."""
+def _add_if_apart(log: Log, subject: Subject) -> None:
+    """Report rows whose results together are others than one by one, by the values or the positions of the other."""
+    x, ids = subject.random(2, 3, 4, seed=9), torch.tensor(_ROWS)
+    alone = [subject.rotate(x[i : i + 1].clone(), ids[i : i + 1]) for i in (0, 1)]
+    size = apart(subject.rotate(x.clone(), ids), torch.cat(alone))
+    if size > log.near.tolerance:
+        x[1] *= 2.0
+        beside = subject.rotate(x.clone(), ids[:1].expand(2, -1))[:1]
+        what = "values" if apart(beside, alone[0]) > log.near.tolerance else "positions"
+        evidence = f"rows at {_listed(_ROWS)}, together and alone, differ by up to {size:.3g}"
+        add_batch(log, evidence, what)
+
+
+def _is_explained(
+    log: Log, calls: Sequence[Sequence[Sequence[int]]], maps: tuple[Map, ...]
+) -> bool:
+    """Report the map that explains in which positions tokens of calls do not get their own.
+
+    Return False if some do not and no map explains it.
+    """
     seen = {}
     for given in calls:
-        with suppress(CallFailed):
-            seen[given] = _matches(log.subject, given)
+        with suppress(CallFailed) if len(calls) > 1 else nullcontext():
+            seen[given] = _matches(log, given)
 
-    def fits(made: Callable[[torch.Tensor], torch.Tensor], given: tuple[int, ...]) -> bool:
-        at = made(torch.tensor(given)).tolist()
-        inside = [t for t, position in enumerate(at) if 0 <= position < _NEAR]
-        return all(bool(seen[given][t, at[t]]) for t in inside)
+    def fits(made: Callable[[Ids], Ids], given: Any) -> bool:
+        at = made(torch.tensor(given))
+        inside = (at >= 0) & (at < NEAR)
+        got = seen[given].gather(-1, at.clamp(0, NEAR - 1)[..., None])[..., 0]
+        return bool((got | ~inside).all())
 
     wrong = [given for given in seen if not fits(lambda ids: ids, given)]
-    for each in maps if wrong else ():
-        if all(fits(each.made, given) for given in seen):
-            # Of these calls, best one in which all positions are among those that were measured.
-            return max(wrong, key=lambda given: int(each.made(torch.tensor(given)).min())), each
-    return None
-
-
-def _matches(subject: Subject, given: tuple[int, ...]) -> torch.Tensor:
-    """True where a token of a call comes out like the same vector at a position, ``[tokens, positions]``."""
-    one = subject.random(1, 2, 1, seed=9)
-    reference = subject.fresh().rotate(
-        subject.laid_out(one.expand(-1, -1, _NEAR, -1)), [*range(_NEAR)]
+    if not wrong:
+        return True
+    found = next((each for each in maps if all(fits(each.made, given) for given in seen)), None)
+    if found is None:
+        return False
+    # Of these calls, best one in which all positions are among those that were measured.
+    given = max(wrong, key=lambda given: int(found.made(torch.tensor(given)).min()))
+    got = found.made(torch.tensor(given)).tolist()
+    row, where = len(given) - 1, f"row {len(given) - 1} at" if len(given) > 1 else "tokens at"
+    evidence = (
+        f"{where} {_listed(given[row])} come{'s' * (row > 0)} out as if at {_listed(got[row])}"
     )
-    result = subject.fresh().rotate(subject.laid_out(one.expand(-1, -1, len(given), -1)), given)
-    gap = (result[0, :, :, None].double() - reference[0, :, None].double()).abs().amax((0, 3))
-    return (gap <= _SAME).detach().cpu()
+    log.add(found.kind, evidence, which=found.which)
+    way, then = log.subject.way, dict(found.then)
+    if "counts" in then:
+        by_row = then["counts"] == "from the first" and way.rows_differ
+        way = replace(way, counts=then.pop("counts"), row_offsets=way.row_offsets or by_row)
+    log.subject = replace(log.subject, way=way, **then)
+    return True
 
 
-def _packed(log: Log, subject: Subject) -> None:
-    with log.refusal("shapes", what="packed rows of different lengths"):
-        _compare_packed(log, _matches(subject, _PACKED))
+def _matches(log: Log, given: Sequence[Sequence[int]]) -> torch.Tensor:
+    """True where a token of a call comes out as if at a position from 0 to 15, ``[rows, tokens, positions]``."""
+    subject, ids = log.subject.fresh(), torch.tensor(given)
+    x = subject.random(len(ids), 3, ids.shape[1], seed=9)
+    return log.near.matches(subject.rotate(x.clone(), subject.ids(ids, len(ids))), x)
 
 
-def _compare_packed(log: Log, matches: torch.Tensor) -> None:
-    tokens = range(len(_PACKED))
-    if all(bool(matches[t, p]) for t, p in zip(tokens, _PACKED)):
-        return
-    got = [next(iter(row.nonzero().flatten().tolist()), "none of these") for row in matches]
-    evidence = f"in rows of 3, 2 and 5 tokens, those at {_listed(_PACKED)} come out as if at {_listed(got)}"
-    if all(bool(matches[t, t]) for t in tokens):
-        log.add("numbered-through", evidence)
-    else:
-        log.add("batch", evidence, what="lengths")
-    # The other checks give it one row at a time, so that this fault shows in none of them.
-    log.subject = replace(log.subject, one_row=True)
+def _first(row: torch.Tensor) -> object:
+    return next(iter(row.nonzero().flatten().tolist()), "none of these")
 
 
-def _listed(values: object) -> str:
-    return ", ".join(map(str, values))  # type: ignore[call-overload]
+def _listed(values: Any) -> str:
+    return ", ".join(map(str, values))

@@ -12,8 +12,9 @@ import torch
 from tightrope.spec import RopeSpec
 
 from ._call import CallFailed, Subject
+from ._faults import FAULTS
 from ._identify import Identity
-from ._kinds import SENTENCES, mend_of, severity_of
+from ._near import Near
 from ._profile import Profile
 from ._report import SEVERITIES, AngleError, Check, Finding, Report
 
@@ -27,7 +28,8 @@ class Log:
         spec: the intended rotation; None if not declared.
         dtypes: the dtypes of x to test.
         longest: the largest position to test.
-        limit: the first length of a call at which nearby tokens are rotated differently; None if there is none.
+        near: the matrices at positions 0 to 15, from which the results of other calls are predicted.
+        limit: the longest call that is known to rotate nearby tokens alike, if a longer one does not.
         profile: the measured rotation, from which the findings about it are read.
         identity: the frequency rule that explains the measured frequencies.
         recorded: whether the conversion record beside a config states "interleaved"; None if there is none.
@@ -49,6 +51,7 @@ class Log:
     along_heads: bool = False
     progress: Callable[[str], None] | None = None
     recorded: bool | None = None
+    near: Near = field(init=False)
 
     def add(
         self,
@@ -56,36 +59,48 @@ class Log:
         evidence: str,
         severity: str | None = None,
         *,
-        code: str | None = None,
         spec: RopeSpec | None = None,
-        **words: object,
+        **words: Any,
     ) -> None:
         """Add a finding, once per code.
 
         Args:
-            kind: its kind in :mod:`._kinds`.
+            kind: its kind in :mod:`._faults`.
             severity: by default that of the kind.
-            code: by default the kind.
             spec: the rotation that its mend calls; by default the declared or the identified one.
             words: what the sentence is filled in with.
         """
-        code = code or kind
+        code, fault = kind.partition("/")[0].format(**words), FAULTS[kind]
         if self.found(code):
             return
         spec = spec or self.spec or (None if self.identity is None else self.identity.spec)
         text = "spec" if spec is None else repr(spec)
-        mend = mend_of(kind, text, self.subject.way.layout, words)
-        sentence = SENTENCES[kind].format(**words)
-        found = Finding(code, severity or severity_of(kind), sentence, evidence, mend)
-        self.findings.append(found)
+        mend = fault.mended(text, self.subject.way.layout, words)
+        sentence = fault.sentence.format(**words)
+        self.findings.append(Finding(code, severity or fault.severity, sentence, evidence, mend))
+
+    def add_length(self, evidence: str, length: int) -> None:
+        """Add the finding that the frequencies depend on the length of the call; a note if that is declared."""
+        self.facts["depends on length"] = f"yes, first seen in calls of {length:,} positions"
+        declared = self.spec is not None and self.spec.by_length
+        self.add("length", evidence, "note" if declared else "warning")
+
+    def measure_near(self) -> None:
+        """Measure the matrices from which the results of other calls are predicted.
+
+        Raises:
+            CallFailed: the function refuses the call.
+        """
+        self.near = Near.of(self.subject)
 
     @contextmanager
     def refusal(self, kind: str, severity: str | None = None, **words: Any) -> Iterator[None]:
-        """Add a finding if a call in the block is refused."""
+        """Add a finding if a call in the block is refused; none if its kind is ""."""
         try:
             yield
         except CallFailed as error:
-            self.add(kind, str(error), severity, **words)
+            if kind:
+                self.add(kind, str(error), severity, **words)
 
     def found(self, *codes: str) -> bool:
         """True if there is a finding with one of these codes; without codes, if there is any error."""

@@ -1,8 +1,7 @@
 """The profile of a rotary function: which channels turn together, by which angle, in which arithmetic.
 
-An x that is 1 in channel i and 0 elsewhere gives column i of the matrix that the function applies at a
-position. The matrices at a few positions give pairs, direction and factor. Then one x that is 1 in the first
-channel of each pair gives the cosines and sines of all pairs, at any position.
+The near matrices give pairs, direction and factor. Then one x that is 1 in the first channel of each pair gives the
+cosines and sines of all pairs at the positions of a call, as complex numbers.
 """
 
 from __future__ import annotations
@@ -10,24 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
-from ._call import CallFailed, Subject, gradient
+from tightrope.spec import RopeSpec
 
-# Powers of two and 0, 3, 5: all dtypes represent them.
-NEAR = (0, 1, 2, 3, 4, 5, 8, 16, 32)
-_FAR = (512, 1024, 4096, 65536, 1_048_576)
-# Integers up to 2^24 are exact in float32, and so is their product with a frequency if they are powers of
-# two; other positions show how positions and angles are rounded.
-_POWERS = tuple(2**n for n in range(2, 21))
+from ._call import CallFailed, Subject
+from ._near import NEAR, Near
+
+#: Integers up to 2^24 are exact in float32, and so is their product with a frequency if they are powers of two; other
+#: positions show how positions and angles are rounded.
+_POWERS = [2**n for n in range(4, 21)]
 #: Positions, some of which bfloat16 (above 256) or float16 (above 2048) cannot represent.
 ODD = (0, 3, 37, 255, 257, 301, 515, 1003, 2051, 4099, 9999)
 DENSE = 2048
 """The number of positions from 0 on that are tested in one call."""
-_REACHES = (2**20 + 1, 2**16 + 2, 10_000, 4096, 1024, 512, 257)
 _COUNTED = 2**12
 """The largest position to measure if the function numbers tokens itself."""
 _UNITS = 5
@@ -55,28 +53,9 @@ def agree(a: torch.Tensor, b: torch.Tensor | float, tolerance: float = _ANGLE) -
     return wrapped(a - b).abs() <= tolerance
 
 
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest difference; infinite if one value is NaN and the other is not."""
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = (a - b).abs().masked_fill(same, 0.0).nan_to_num(math.inf)
-    return float(difference.max()) if difference.numel() else 0.0
-
-
-def matrices(subject: Subject, positions: Sequence[int]) -> torch.Tensor:
-    """Measure the matrix at each position, float64 ``[positions, out, in]``.
-
-    Raises:
-        CallFailed: as in :meth:`Subject.rotate`.
-    """
-    dim, count = subject.head_dim, len(positions)
-    eye = torch.eye(dim)[:, None, None, :]
-    x = subject.laid_out(eye.expand(dim, subject.most_heads or 2, count, dim))
-    try:
-        y = subject.rotate(x, positions)
-    except CallFailed:  # it may refuse so many rows
-        y = torch.cat([subject.rotate(row, positions) for row in x.split(1)])
-    return y[:, 0].detach().cpu().double().permute(1, 2, 0)
+def turned(angle: torch.Tensor) -> torch.Tensor:
+    """The cosines and sines of angles, as complex numbers."""
+    return torch.polar(torch.ones_like(angle), angle)
 
 
 class Pair(NamedTuple):
@@ -90,6 +69,11 @@ def pairs_in(start: int, rotary_dim: int, interleaved: bool) -> list[Pair]:
     """The channels of each pair of a slice."""
     step, stride = (1, 2) if interleaved else (rotary_dim // 2, 1)
     return [Pair(start + stride * k, start + stride * k + step) for k in range(rotary_dim // 2)]
+
+
+def pairs_of(spec: RopeSpec) -> list[Pair]:
+    """The channels of each pair of a spec."""
+    return pairs_in(spec.start, spec.rotary_dim, spec.interleaved)
 
 
 class Angles(NamedTuple):
@@ -126,14 +110,13 @@ class Profile:
 
     Attributes:
         subject: the function.
-        matrices: the matrix at each of the near positions, ``[positions, out, in]``.
+        near: the matrices at positions 0 to 15.
+        order: the output channel of each input channel at position 0; None if none moves.
         pairs: the pairs of channels, ordered by their first channel.
         alone: channels that change but mix with no other.
         tangled: channels that mix with more than one other.
-        order: the output channel of each input channel at position 0; None if none moves.
-        firsts, seconds: the angle of each pair by position, ``[positions, pairs]``, measured on its first
-            and on its second channel; equal for a rotation.
-        lengths: the factors on the two channels, ``[2, positions, pairs]``.
+        firsts, seconds: the cosines and sines of each pair at the near positions, complex ``[positions, pairs]``,
+            measured on its first and on its second channel; equal for a rotation.
         omegas: the frequency of each pair, signed, to about 1e-13 radians per position.
         intercepts: the angle of each pair at position 0, from the angles at positions 2 and 3.
         amplitude: the factor on the rotated channels.
@@ -146,19 +129,18 @@ class Profile:
     """
 
     subject: Subject
-    matrices: torch.Tensor
-    pairs: tuple[Pair, ...]
-    alone: tuple[int, ...]
-    tangled: tuple[int, ...]
-    order: tuple[int, ...] | None
-    firsts: torch.Tensor
-    seconds: torch.Tensor
-    lengths: torch.Tensor
-    omegas: torch.Tensor
-    intercepts: torch.Tensor
+    near: Near
+    order: tuple[int, ...] | None = None
+    pairs: tuple[Pair, ...] = ()
+    alone: tuple[int, ...] = ()
+    tangled: tuple[int, ...] = ()
+    firsts: torch.Tensor = field(default_factory=lambda: torch.zeros(NEAR, 0))
+    seconds: torch.Tensor = field(default_factory=lambda: torch.zeros(NEAR, 0))
+    omegas: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    intercepts: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     amplitude: float = 1.0
     table: torch.dtype = torch.float32
-    reach: int = NEAR[-1] + 1
+    reach: int = NEAR
     shift: int = 0
     farthest: int = 3
     rounded: torch.dtype | None = None
@@ -245,10 +227,6 @@ class Profile:
         """All pairs of the slice, those that never turn included; needs a pairing."""
         return pairs_in(self.start, self.rotary_dim, bool(self.interleaved))
 
-    def flips(self, channel: int) -> bool:
-        """True if a channel only changes its sign, at odd positions."""
-        return _flips(self.matrices[:, channel, channel])
-
     def comes_out(self, channel: int) -> int:
         """Return the output channel of an input channel."""
         return channel if self.order is None else self.order[channel]
@@ -258,7 +236,7 @@ class Profile:
         return [position - self.shift for position in positions]
 
     def tables(self, positions: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Measure the cosine and sine of each pair, amplitude included, float64 ``[2, positions, pairs]``.
+        """Measure the cosine and sine of each pair, amplitude included, complex128 ``[positions, pairs]``.
 
         Raises:
             CallFailed: as in :meth:`Subject.rotate`.
@@ -269,7 +247,17 @@ class Profile:
         x = torch.zeros(shape, dtype=dtype)
         x[..., [pair.first for pair in self.pairs]] = 1.0
         y = subject.rotate(subject.laid_out(x), list(positions))[0, 0].detach().cpu().double()
-        return torch.stack((y[:, ends[0]], y[:, ends[1]]))
+        return torch.complex(y[:, ends[0]], y[:, ends[1]])
+
+    def accepted(
+        self, positions: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> tuple[list[int], torch.Tensor]:
+        """Return the positions before the first that is refused, and :meth:`tables` there."""
+        while positions:
+            with suppress(CallFailed):
+                return list(positions), self.tables(positions, dtype)
+            positions = positions[:-1]
+        return [], self.firsts[:0]
 
     def explain(
         self,
@@ -299,15 +287,24 @@ class Profile:
             for p in (torch.float64, *NARROW)
         )
         for how, after in tried:
-            angle = how.at(positions, omegas, after).double() + self.starts
-            wanted = torch.stack((angle.cos(), angle.sin()))
-            # An infinite angle has no cosine.
-            off = (wanted - seen).abs().masked_fill(wanted.isnan() & seen.isnan(), 0.0)
-            error = float(off.nan_to_num(math.inf).max())
+            error = difference(
+                turned(how.at(positions, omegas, after).double() + self.starts), seen
+            )
             # Another arithmetic must fit clearly better than one named before it.
             if error < 0.5 * best:
                 best, found = error, how
         return found if best <= tolerance else None
+
+
+def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The larger difference of each cosine and sine; infinite if one is NaN and the other is not."""
+    gap = torch.view_as_real(one - other).abs().amax(-1)
+    return gap.masked_fill(one.isnan() & other.isnan(), 0.0).nan_to_num(math.inf)
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of a cosine or sine."""
+    return float(differences(one, other).max())
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -316,66 +313,67 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _is_of(dtype: torch.dtype, values: torch.Tensor) -> bool:
     """True if a dtype holds the values, but for one rounding to float32."""
-    return bool(((_cast(values, dtype) - values).abs() <= 2.0**-22 * values.abs()).all())
+    real = torch.view_as_real(values)
+    return bool(((_cast(real, dtype) - real).abs() <= 2.0**-22 * real.abs()).all())
 
 
-def measure(subject: Subject, limit: int | None = None) -> Profile:
+def measure(subject: Subject, near: Near, limit: int | None = None) -> Profile:
     """Measure the profile of a function.
 
     Args:
-        limit: the first length of a call from which on the frequencies depend on the length; None if they
-            never do.
+        near: its matrices.
+        limit: the longest call with the same frequencies as short ones, if they depend on its length.
 
     Raises:
-        CallFailed: a call fails even at the near positions.
+        CallFailed: a call failed.
     """
-    near = matrices(subject, NEAR)
-    order = _order(near[0])
-    seen = near if order is None else near[:, order]
-    pairs, alone, tangled = _pairs(subject, seen, order)
+    order = _order(near.matrices[0])
+    seen = near.matrices if order is None else near.matrices[:, order]
+    pairs, alone, tangled = _pairs(seen)
     u, v = ([pair[i] for pair in pairs] for i in (0, 1))
-    lengths = torch.stack(
-        (torch.hypot(seen[:, u, u], seen[:, u, v]), torch.hypot(seen[:, v, u], seen[:, v, v]))
-    )
-    firsts = torch.atan2(-seen[:, u, v], seen[:, u, u])
-    seconds = torch.atan2(seen[:, v, u], seen[:, v, v])
-    zeros = torch.zeros(len(pairs), dtype=torch.float64)
-    profile = Profile(
-        subject, near, pairs, alone, tangled, order, firsts, seconds, lengths, zeros, zeros
-    )
-    if pairs and bool(near.isfinite().all()):
+    firsts = torch.complex(seen[:, u, u], -seen[:, u, v])
+    seconds = torch.complex(seen[:, v, v], seen[:, v, u])
+    profile = Profile(subject, near, order, pairs, alone, tangled, firsts, seconds)
+    if pairs:
         _measure_angles(profile, limit)
     return profile
 
 
 def _measure_angles(profile: Profile, limit: int | None) -> None:
     """Fill in the frequencies, from nearby positions to far ones, and what else the angles show."""
-    near = list(NEAR)
-    angles = profile.firsts
-    profile.amplitude = float(profile.lengths[:, :4].median())
-    profile.reach = _reach(profile)
-    # Which length below the limit is the last one with the same frequencies is not known.
-    last = profile.reach if limit is None else min(profile.reach, limit // 2)
-    powers = [p for p in _POWERS if 64 <= p < last] or [32]
-    seen = profile.tables(powers)
+    angles = profile.firsts.angle()
+    sizes = torch.stack((profile.firsts, profile.seconds)).abs()
+    profile.amplitude = float(sizes[:, :4].median())
+    most = _POWERS[-1] if profile.subject.way.takes_ids else _COUNTED
+    powers, seen = profile.accepted([p for p in _POWERS if p <= most])
+    finite = int(seen.isfinite().all(1).long().cumprod(0).sum())
+    powers, seen = powers[:finite], seen[:finite]
+    profile.reach = powers[-1] + 1 if powers else NEAR
+    if limit is not None:
+        powers, seen = profile.accepted([p for p in powers if p < limit])
     # The factor may be applied before tables are rounded, or after.
-    tables = seen, seen / profile.lengths[0, 0].median()
-    narrow = (each for each in NARROW if any(_is_of(each, table) for table in tables))
+    tables = torch.cat((profile.firsts, seen))
+    narrow = (
+        each
+        for each in NARROW
+        if _is_of(each, tables) or _is_of(each, tables / sizes[0, 0].median())
+    )
     profile.table = next(narrow, torch.float32)
     if _measure_rounded(profile):
         return
-    profile.omegas = wrapped(angles[near.index(3)] - angles[near.index(2)])
-    profile.intercepts = wrapped(angles[near.index(2)] - 2 * profile.omegas)
-    _refine(profile, [4, 8, 16, 32], angles[[near.index(p) for p in (4, 8, 16, 32)]], 0.3)
-    profile.intercepts = wrapped(angles[near.index(2)] - 2 * profile.omegas)
+    profile.omegas = wrapped(angles[3] - angles[2])
+    profile.intercepts = wrapped(angles[2] - 2 * profile.omegas)
+    few = torch.cat((angles[[4, 8]], seen[:2].angle()))
+    _refine(profile, [4, 8, *powers[:2]], few, 0.3)
+    profile.intercepts = wrapped(angles[2] - 2 * profile.omegas)
     shift = shift_of(profile.omegas, profile.intercepts, 2 * profile.noise)
     # If position 0 is right, later positions are off: that is no offset.
     if shift and abs(shift) < profile.reach // 2 and float(angles[0].abs().max()) > 1e-3:
         profile.shift = shift
         profile.reach += min(shift, 0)
-        powers = [p for p in powers if shift <= p < min(profile.reach, last)] or [32]
-        seen = profile.tables(profile.given(powers))
-    _refine(profile, powers, torch.atan2(seen[1], seen[0]), 0.5, profile.starts)
+        powers = [p for p in powers if shift <= p < profile.reach]
+        seen = profile.tables(profile.given(powers)) if powers else seen[:0]
+    _refine(profile, powers, seen.angle(), 0.5, profile.starts)
 
 
 def _measure_rounded(profile: Profile) -> bool:
@@ -384,13 +382,12 @@ def _measure_rounded(profile: Profile) -> bool:
     Each rounded angle gives an interval for the frequency of its pair. All angles are values of the dtype,
     but not multiples of one number.
     """
-    first, noise = profile.firsts[NEAR.index(1)], profile.noise
-    if profile.table in NARROW or float(profile.firsts[0].abs().max()) > profile.least:
+    angles, noise = profile.firsts.angle(), profile.noise
+    if profile.table in NARROW or float(angles[0].abs().max()) > profile.least:
         return False
-    if not any(len(_intervals(first[None], dtype, noise)[2]) for dtype in NARROW):
+    if not any(len(_intervals(angles[1:2], dtype, noise)[2]) for dtype in NARROW):
         return False
-    cos, sin = profile.tables(range(1, min(DENSE, profile.reach)))
-    seen = torch.atan2(sin, cos)
+    seen = profile.tables(range(1, min(DENSE, profile.reach))).angle()
     for dtype in NARROW:
         low, high, angles = _intervals(seen, dtype, noise)
         count = len(angles)
@@ -467,19 +464,6 @@ def shift_of(omegas: torch.Tensor, starts: torch.Tensor, tolerance: float) -> in
     return 0
 
 
-def _reach(profile: Profile) -> int:
-    most = max(_REACHES) if profile.subject.way.takes_ids else _COUNTED
-    for reach in _REACHES:
-        if reach > most:
-            continue
-        try:
-            if bool(profile.tables([reach - 1]).isfinite().all()):
-                return reach
-        except CallFailed:
-            continue
-    return NEAR[-1] + 1
-
-
 def _order(start: torch.Tensor) -> tuple[int, ...] | None:
     """Return the permutation of channels at position 0; None if it is the identity or there is none."""
     whole = start.round()
@@ -491,10 +475,9 @@ def _order(start: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _pairs(
-    subject: Subject, near: torch.Tensor, order: tuple[int, ...] | None
+    seen: torch.Tensor,
 ) -> tuple[tuple[Pair, ...], tuple[int, ...], tuple[int, ...]]:
     """The pairs of channels, those that change alone, and those that mix with several others."""
-    seen = torch.cat((near, _far(subject, order)))
     dim = seen.shape[-1]
     off = seen.abs() > 1e-9
     off[:, range(dim), range(dim)] = False
@@ -514,173 +497,17 @@ def _pairs(
     distances = {second - first for first, second in pairs}
     if len(distances) == 1:
         step = distances.pop()
-        for i in [i for i in alone if _flips(near[:, i, i])]:
+        for i in [i for i in alone if flips(seen[:, i, i])]:
             if i in alone and i + step in alone:
                 pairs.append(Pair(i, i + step))
                 alone = [each for each in alone if each not in (i, i + step)]
     return tuple(sorted(pairs)), tuple(alone), tuple(tangled)
 
 
-def _flips(factors: torch.Tensor) -> bool:
+def flips(factors: torch.Tensor) -> bool:
     """True if the factors on a channel at the near positions are 1, and -1 at odd ones."""
-    wanted = torch.tensor([1.0 - 2.0 * (p % 2) for p in NEAR], dtype=factors.dtype)
+    wanted = torch.tensor([1.0 - 2.0 * (p % 2) for p in range(NEAR)], dtype=factors.dtype)
     return torch.allclose(factors, wanted, atol=1e-4)
-
-
-def _far(subject: Subject, order: tuple[int, ...] | None) -> torch.Tensor:
-    """The matrices at far positions, where slow pairs have turned, as far as the function accepts them."""
-    found = [torch.empty(0, subject.head_dim, subject.head_dim, dtype=torch.float64)]
-    for position in _FAR:
-        if position > 512 and not subject.way.takes_ids:
-            break
-        try:
-            more = matrices(subject, [position])
-        except CallFailed:
-            break
-        if not bool(more.isfinite().all()):
-            break
-        found.append(more if order is None else more[:, order])
-    return torch.cat(found)
-
-
-# --- the arithmetic of one dtype --------------------------------------------------------------------
-
-
-class Arithmetic(NamedTuple):
-    """The arithmetic that reproduces the results of a function for one dtype of x.
-
-    Attributes:
-        table: the dtype of cosines and sines, or "unknown".
-        forward: the roundings that give the results; empty if no rounding does.
-        back: the roundings that give the gradients; None if there are no gradients.
-    """
-
-    table: str = "unknown"
-    forward: tuple[str, ...] = ()
-    back: tuple[str, ...] | None = ()
-
-
-def arithmetic_of(
-    profile: Profile, dtype: torch.dtype, positions: Sequence[int], tables: torch.Tensor
-) -> Arithmetic:
-    """Find the table dtype and the roundings that reproduce the function's results and gradients.
-
-    Args:
-        tables: its float32 cosines and sines at the positions.
-    """
-    subject = profile.subject
-    x = subject.random(1, 1, len(positions), dtype=dtype, seed=3).requires_grad_()
-    out = subject.random(1, 1, len(positions), dtype=dtype, seed=4)
-    y = subject.rotate(x * 1.0, profile.given(positions))
-    back = gradient(y, x, out)
-    cos, sin = tables.float()
-    kinds = {SHORT[profile.table if dtype == torch.float32 else torch.float32]: (cos, sin)}
-    if dtype != torch.float32:
-        kinds = {SHORT[dtype]: (cos.to(dtype).float(), sin.to(dtype).float()), **kinds}
-    names = ("wide", "once") if dtype == torch.float32 else ("each", "wide", "once")
-    given, result = (t.detach().cpu()[0, 0] for t in (x, y))
-    for kind, (c, s) in kinds.items():
-        fits = _roundings(profile, given, result, c, s)
-        forward = tuple(name for name in names if fits[name])
-        if not forward:
-            continue
-        if back is None or profile.order is not None:
-            return Arithmetic(kind, forward, None if back is None else ())
-        fits = _roundings(profile, out.cpu()[0, 0], back.cpu()[0, 0], c, -s)
-        return Arithmetic(kind, forward, tuple(name for name in names if fits[name]))
-    return Arithmetic(back=None if back is None else ())
-
-
-def _roundings(
-    profile: Profile, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> dict[str, bool]:
-    """Return for each rounding whether it reproduces y from x, bit for bit.
-
-    Args:
-        x: ``(tokens, channels)``.
-        y: the function's result, of the same shape and dtype.
-        cos, sin: float32 ``(tokens, pairs)``.
-    """
-    firsts, seconds = (list(each) for each in zip(*profile.pairs, strict=True))
-    ends = [[profile.comes_out(c) for c in each] for each in (firsts, seconds)]
-    u, v = x[:, firsts].float(), x[:, seconds].float()
-    dtype = x.dtype
-
-    def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-        same = (y[:, ends[0]] == one.to(dtype)) & (y[:, ends[1]] == other.to(dtype))
-        return bool(same.all())
-
-    def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-        """a·b + c·d in float32, with the first product not rounded."""
-        return (a.double() * b.double() + (c * d).double()).float()
-
-    def narrow(product: torch.Tensor) -> torch.Tensor:
-        return product.to(dtype).float()
-
-    return {
-        "each": is_equal(narrow(u * cos) - narrow(v * sin), narrow(v * cos) + narrow(u * sin)),
-        "wide": is_equal(u * cos - v * sin, v * cos + u * sin),
-        "once": any(
-            is_equal(one, other)
-            for one in (fused(u, cos, -v, sin), fused(-v, sin, u, cos))
-            for other in (fused(v, cos, u, sin), fused(u, sin, v, cos))
-        ),
-    }
-
-
-def shares_of(
-    a: Profile, b: Profile, dtypes: Sequence[torch.dtype]
-) -> dict[str, tuple[float, float | None]]:
-    """Return the shares of results and of gradients that differ, for each dtype that a function accepts.
-
-    The shares are 1 and None if only one of them does. If one function takes tables, it gets those of the other.
-    """
-    a, b = _with_tables_of(b, a), _with_tables_of(a, b)
-    heads = min(2, *(p.subject.most_heads or 2 for p in (a, b)))
-    reach = min(a.reach, b.reach)
-    far = torch.randint(0, reach, (32,), generator=torch.Generator().manual_seed(5)).tolist()
-    positions = [*range(min(96, reach)), *far]
-    keys = a.subject.way.takes_keys and b.subject.way.takes_keys
-    found: dict[str, tuple[float, float | None]] = {}
-    for dtype in dtypes:
-        given = [a.subject.random(1, heads, len(positions), dtype=dtype, seed=n) for n in (8, 9)]
-        results = []
-        for subject in (a.subject, b.subject):
-            x, out = map(subject.laid_out, given)
-            x.requires_grad_()
-            sides = [subject, subject.keys()] if keys else [subject]
-            with suppress(CallFailed):
-                y = torch.cat([side.rotate(x * 1.0, positions) for side in sides])
-                results.append((y.detach(), gradient(y, x, torch.cat([out] * len(sides)))))
-        if len(results) == 2:
-            (y, by_x), (z, by_z) = results
-            gradients = None if by_x is None or by_z is None else _share(by_x, by_z)
-            found[SHORT[dtype]] = _share(y, z), gradients
-        elif results:
-            found[SHORT[dtype]] = (1.0, None)
-    return found
-
-
-def _with_tables_of(maker: Profile, taker: Profile) -> Profile:
-    """Return the profile of a function that takes tables, with tables that are measured of another function."""
-    takes = [p.subject.way.form.takes_tables for p in (maker, taker)]
-    count = len(taker.subject.rates)
-    if takes != [False, True] or maker.interleaved is None or len(maker.slots) != count:
-        return taker
-    at = [maker.slots.index(pair) for pair in maker.pairs]
-
-    def made(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos = torch.ones(ids.numel(), count, dtype=torch.float64)
-        sin = torch.zeros_like(cos)
-        cos[:, at], sin[:, at] = maker.tables(ids.flatten().tolist())
-        return cos.view(*ids.shape, -1), maker.sign * sin.view(*ids.shape, -1)
-
-    return replace(taker, subject=replace(taker.subject, made=made))
-
-
-def _share(one: torch.Tensor, other: torch.Tensor) -> float:
-    same = (one == other) | (one.isnan() & other.isnan())
-    return float((~same).double().mean()) if one.dtype == other.dtype else 1.0
 
 
 def renewed(profile: Profile) -> Profile:

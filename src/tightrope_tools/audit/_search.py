@@ -14,7 +14,7 @@ from torch import nn
 
 from tightrope._errors import bad_value
 from tightrope.spec import RopeSpec
-from tightrope_tools.forms import FORMS, WIDTHS, Argument, Call, calls_of, entries, signature
+from tightrope_tools.forms import FORMS, WIDTHS, Argument, Call, calls_of, signature
 
 from ._call import LAYOUTS, CallFailed, Subject, Way, fresh
 
@@ -29,9 +29,6 @@ _USUAL = {
     3: ("q, k, positions", "x, cos, sin", "q, k, cis"),
     4: ("q, k, cos, sin",),
 }
-
-
-_SAME_ERROR = "the same error with another size"
 
 
 class Hints(NamedTuple):
@@ -92,11 +89,9 @@ def find_call(
         NoCallFound: no call gives a result of the right shape.
     """
     axes = 1 if spec is None else spec.axis_count
-    calls = [
-        way
-        for call in (_calls(fn) if hints.form is None else [parse(hints.form)])
-        if (way := Way.of(call, axes)) is not None
-    ]
+    found_calls = _calls(fn) if hints.form is None else [parse(hints.form)]
+    calls = [Way(call.form, call.arguments) for call in found_calls]
+    calls = [replace(way, axes=axes) if way.takes_positions else way for way in calls]
     dims = _dims_of(fn) if hints.head_dim is None else [hints.head_dim]
     sizes = [(dim, dim if spec is None else spec.rotary_dim, calls) for dim in dims]
     if hints.head_dim is not None:
@@ -110,21 +105,14 @@ def find_call(
     # A function that does not rotate by token can still be audited: that is a finding.
     others: dict[str, Subject] = {}
     tried: dict[str, str] = {}
-    errors: dict[Way, str] = {}
     for dim, width, some in sizes:
         rates = _rates(spec, width)
         ways = (way for call in some for way in _variants(call, hints.layout, hints.tables))
         for way in ways:
-            if errors.get(way) == _SAME_ERROR:
-                continue
             try:
                 found = _fit(Subject(fresh(fn, make), way, dim, rates, make, device))
             except CallFailed as error:
-                text = str(error)
-                tried.setdefault(str(way), f"head_dim {dim}, {way.layout}: {text}")
-                # An error of torch that does not depend on the size will come again.
-                again = text == errors.get(way) and text.startswith("RuntimeError: ")
-                errors[way] = _SAME_ERROR if again else text
+                tried.setdefault(str(way), f"head_dim {dim}, {way.layout}: {error}")
                 continue
             if found is not None:
                 subject, along = found
@@ -158,7 +146,7 @@ def _rates(spec: RopeSpec | None, width: int) -> torch.Tensor:
 
 def _calls(fn: Callable[..., Any]) -> list[Call]:
     """Return calls to try: those that the argument names suggest, then the usual ones."""
-    found = [call for call in calls_of(fn, packed=True) if not call.form.grids]
+    found = calls_of(fn)
     # If argument names tell cos from sin, the swapped order is not tried: it could hide a fault.
     stated = {call.form for call in found if call.names_its_form}
     named = [call for call in found if call.names_its_form or call.form not in stated]
@@ -251,7 +239,12 @@ def _gives_tables(subject: Subject) -> tuple[Subject, str]:
         raise CallFailed(
             f"its tables must have shape ({lead}, channels) but have {tuple(cos.shape)}"
         )
-    twice = (each for each in WIDTHS if all(torch.equal(*entries(t, each)) for t in (cos, sin)))
+    narrow = {"cat": slice(cos.shape[-1] // 2), "repeat": slice(None, None, 2)}
+    twice = (
+        each
+        for each, at in narrow.items()
+        if all(torch.equal(WIDTHS[each](t[..., at]), t) for t in (cos, sin))
+    )
     width = next(twice, "half")
     # The full width of the tables may exceed the guessed head_dim.
     channels = cos.shape[-1] * (2 if width == "half" else 1)
@@ -286,8 +279,7 @@ def parse(text: str) -> Call:
     sound = len(set(names)) == len(names)
     if arrow:
         sound &= "x" in names and "".join(result.split()) == "cos,sin"
-    usable = [form for form in FORMS.values() if not form.flat and not form.grids]
-    for form in usable:
+    for form in FORMS.values():
         unrotated = {"seq_dim"}
         if form.takes_tables or "positions" in form.roles:
             unrotated |= {"positions", "offset"}
@@ -297,7 +289,7 @@ def parse(text: str) -> Call:
         fits = set(form.roles) <= set(names) and form.gives_tables == bool(arrow)
         if sound and fits and rotated in ({"x"}, {"q"}, {"q", "k"}):
             return Call(form, tuple(Argument(name) for name in names))
-    listed = ", ".join(dict.fromkeys(role for form in usable for role in form.roles))
+    listed = ", ".join(dict.fromkeys(role for form in FORMS.values() for role in form.roles))
     raise bad_value(
         f"form must list the arguments, each one of x, q, k, seq_dim, {listed}, as in 'x, positions' or "
         f"'q, k, cos, sin', but got {text!r}"

@@ -53,11 +53,7 @@ def together(target: Target, partner: Target) -> Target:
     assert call is not None  # noqa: S101
     maker = (target, partner)[1 - last]
     given = _given(maker.fn)
-    rest = [
-        each.role
-        for each in call.arguments
-        if each.role not in (*call.form.roles, "more", "unsqueeze_dim")
-    ]
+    rest = [each.role for each in call.arguments if each.role not in call.form.roles]
     if {"positions"} & {each.role for each in given} and "positions" not in rest:
         rest.append("positions")
     if "positions" not in rest and "seq_dim" not in rest:
@@ -74,8 +70,7 @@ def together(target: Target, partner: Target) -> Target:
 
 def _applied(fn: Callable[..., Any]) -> Call | None:
     """The likeliest call with tables, or None if the function takes none."""
-    calls = (each for each in calls_of(fn, packed=True) if each.form.takes_tables)
-    return next((each for each in calls if not each.form.grids), None)
+    return next((each for each in calls_of(fn) if each.form.takes_tables), None)
 
 
 def _given(fn: Callable[..., Any]) -> list[_Parameter]:

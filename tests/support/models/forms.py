@@ -55,26 +55,25 @@ def apply_rotary_of_named_angles(t: Any, freqs: Any) -> Any:
 NEW: dict[str, tuple[Form, Function, str]] = {
     "dictionary": (
         Form(
-            *("a dictionary of tables", ("dictionary",), ("{'cos': cos, 'sin': sin}",)),
-            lambda both: (both["cos"], both["sin"]),
+            *("a dictionary of tables", ("dictionary",)),
+            lambda cos, sin: ({"cos": cos, "sin": sin},),
         ),
         apply_rotary_of_a_dictionary,
         "interleaved",
     ),
     "stacked": (
         Form(
-            *("tables stacked last", ("stacked",), ("torch.stack((cos, sin), -1)",)),
-            lambda table: table.unbind(-1),
+            *("tables stacked last", ("stacked",)),
+            lambda cos, sin: (torch.stack((cos, sin), -1),),
         ),
         apply_rotary_of_stacked_tables,
         "interleaved",
     ),
     "named angles": (
         Form(
-            *("a dictionary of angles", ("named",), ("{'angles': torch.atan2(sin, cos)}",)),
-            lambda named: (named["angles"].cos(), named["angles"].sin()),
+            *("a dictionary of angles", ("named",)),
+            lambda cos, sin: ({"angles": torch.atan2(sin, cos)},),
             narrow=False,
-            unit=True,
         ),
         apply_rotary_of_named_angles,
         "half",

@@ -102,7 +102,7 @@ ELSEWHERE: dict[str, tuple[Rope, str, str]] = {
     "the second row": (at(lambda _, p: ahead(p, slice(1, 2))), "batch", "rows in its batch"),
     "rows": (at(lambda _, p: p[:1].expand_as(p)), "row-positions", "positions of row 0"),
     "heads": (heads_from_2_ahead, "heads", "head 2 differs"),
-    "a token alone": (at(lambda x, p: p + (x.shape[2] == 1)), "shape-dependent", "A token alone"),
+    "a token alone": (at(lambda x, p: p + (x.shape[2] == 1)), "shape-dependent", "one token"),
     "a clamp": (at(lambda _, p: p.clamp(max=4095)), "table-clamp", "4,096"),
     "a modulus": (at(lambda _, p: p % 4096), "table-wrap", "4,096"),
     "a jump": (at(lambda _, p: p + (p > 8192)), "position-jump", "off by +1"),

@@ -1,0 +1,379 @@
+"""Unusual calls: other rows, heads, shapes, places in memory and dtypes, whose results the near matrices predict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ._call import CallFailed, Subject
+from ._log import Log
+from ._near import apart
+from ._profile import SHORT
+
+_WHERE = (1, 3, 5, 9, 2)
+_SAME = 1e-5
+_HEADS = 9
+Memory = Callable[[Subject, torch.Tensor], torch.Tensor]
+
+
+class Case(NamedTuple):
+    """An unusual call, whose result should be the predicted one.
+
+    Attributes:
+        kind: the kind of the finding if it is not.
+        what: how x, or its positions, differ from usual ones.
+        refused: the kind of the finding if the call is refused; "" if that is no fault.
+        severity: that of a refusal, if not the usual one.
+        rows, heads: of x.
+        ids: the positions, of all rows or of each; those of a function that numbers tokens itself are 0 to n - 1.
+        memory: puts x in another place in memory.
+        dtype: that of the positions.
+    """
+
+    kind: str
+    what: str = ""
+    refused: str = ""
+    severity: str | None = None
+    rows: int = 1
+    heads: int = 2
+    ids: Sequence[Any] = _WHERE
+    memory: Memory = lambda _, x: x
+    dtype: torch.dtype = torch.int64
+
+
+def _shape(what: str, rows: int, heads: int, ids: Sequence[int], severity: str = "warning") -> Case:
+    return Case("shape-dependent", what, "shapes", severity, rows, heads, ids)
+
+
+def _strides(what: str, memory: Memory, severity: str = "warning", rows: int = 1) -> Case:
+    return Case("strides", what, "strides-refused", severity, rows, memory=memory)
+
+
+def _exchanged(_: Subject, x: torch.Tensor) -> torch.Tensor:
+    other = x.transpose(1, 2).contiguous().transpose(1, 2)
+    return other if x.is_contiguous() else x.contiguous()
+
+
+def _slice(subject: Subject, x: torch.Tensor) -> torch.Tensor:
+    """Like q in a fused projection."""
+    wide = subject.laid_out(torch.cat((x, x, x), -1))
+    return wide[..., subject.head_dim : 2 * subject.head_dim]
+
+
+def _parts(subject: Subject, x: torch.Tensor) -> torch.Tensor:
+    """Like keys in a cache."""
+    return subject.laid_out(torch.cat((x, x), 2))[:, :, : x.shape[2]]
+
+
+_EXPANDED = "with heads expanded from one"
+#: The calls of each check. A stride in the channels is unusual, as is an x without tokens; the other cases are common.
+CHECKS: dict[str, tuple[Case, ...]] = {
+    "results do not depend on strides": (
+        _strides("with tokens and heads exchanged in memory", _exchanged),
+        _strides("that is a slice of a wider row", _slice),
+        _strides(_EXPANDED, lambda _, x: x[:, :1].expand(-1, x.shape[1], -1, -1)),
+        _strides(
+            "with a stride of 2 in its channels",
+            lambda _, x: torch.stack((x, x), -1)[..., 0],
+            "note",
+        ),
+        _strides("of two rows that are parts of longer ones", _parts, rows=2),
+    ),
+    "results do not depend on the dtype of positions": (
+        Case("position-type", "int32", "position-types", dtype=torch.int32),
+        Case("position-type", "float32", dtype=torch.float32),
+        Case("position-type", "float64", dtype=torch.float64),
+    ),
+    "edge shapes are accepted": (
+        _shape("one token", 2, 3, (7,)),
+        _shape("one row", 1, 3, range(4)),
+        _shape("one head", 2, 1, range(4)),
+        _shape("as many tokens as heads", 2, 4, range(4)),
+        _shape("as many rows as tokens", 5, 3, range(5)),
+        _shape("many tokens", 1, 4, [(3 + 5 * i) % 16 for i in range(80)]),
+        _shape("no tokens", 2, 3, (), "note"),
+    ),
+}
+
+
+#: Calls of k, beside those above.
+_KEYS = (
+    Case("heads", "9 heads", heads=_HEADS, ids=range(5)),
+    Case("row-positions", "two rows", rows=2, heads=3, ids=((3, 1, 0, 2), (2, 5, 1, 4))),
+)
+
+
+def check_calls(log: Log) -> None:
+    """Run the checks of inputs: what is overwritten, and the tables of calls."""
+    with log.check("the input is not modified") as fresh:
+        _mutations(log, fresh)
+    for name, cases in CHECKS.items():
+        if log.subject.way.takes_positions or cases[0].dtype == torch.int64:
+            with log.check(name) as fresh:
+                for case in cases:
+                    _make(log, fresh, case)
+
+
+def check_calls_of_keys(log: Log, subject: Subject) -> None:
+    """Check that k comes out like q in the same calls."""
+    for case in (*_KEYS, *(case for cases in CHECKS.values() for case in cases)):
+        if not log.found(case.kind):
+            _make(log, subject, case._replace(kind="q-k", refused=""))
+
+
+def _make(log: Log, subject: Subject, case: Case) -> None:
+    """Make a call, and report if it is refused, overwrites x, or has another result than predicted."""
+    way, ids = subject.way, subject.ids(case.ids, case.rows)
+    tokens = ids.shape[1]
+    if not way.takes_ids and tokens not in range(1, len(log.near.matrices) + 1):
+        return
+    if case.what == _EXPANDED and log.found("mutates"):
+        return  # heads that share memory are overwritten by one another
+    if not way.takes_ids:
+        ids = subject.ids(range(tokens), case.rows)
+    x = case.memory(subject, subject.random(case.rows, case.heads, tokens, seed=11))
+    before, who = x.clone(), "k" if subject.side else "x"
+    with log.refusal(case.refused, case.severity, what=case.what):
+        y = subject.rotate(x, ids.to(case.dtype))
+        if not torch.equal(x, before):
+            how = f" if it is one {case.what}" if case.kind == "strides" else ""
+            how = " if it is passed as k" if subject.side else how
+            _add_overwritten(log, subject, x, before, how)
+        if tokens and (size := log.near.off(y, before, ids)):
+            evidence = f"the result of {who}, {case.what}, differs by up to {size:.3g} from that of usual calls"
+            log.add(case.kind, evidence, what=case.what)
+
+
+def _mutations(log: Log, subject: Subject) -> None:
+    x, ids = subject.random(1, 2, len(_WHERE), seed=11), subject.ids(_WHERE, 1)
+    before, where = x.clone(), ids.clone()
+    subject.rotate(x, ids)
+    if not torch.equal(x, before):
+        _add_overwritten(log, subject, x, before)
+    if not torch.equal(ids, where):
+        log.add("mutates-positions", f"{where.tolist()} becomes {ids.tolist()}")
+    if any(not torch.equal(*each) for each in subject.given):
+        evidence = "tables that all layers share are wrong from the second layer on"
+        log.add("mutates-tables", evidence)
+
+
+def _add_overwritten(
+    log: Log, subject: Subject, x: torch.Tensor, before: torch.Tensor, how: str = ""
+) -> None:
+    meant = getattr(subject.fn, "__name__", "").endswith("_")
+    evidence = f"{int((x != before).sum())} of {x.numel()} elements of x change"
+    evidence += "; the function's name ends in _" * meant
+    log.add("mutates", evidence, "note" if meant else "error", how=how)
+
+
+# --- linear, heads and rows -----------------------------------------------------------------------
+
+
+def check_linear(log: Log) -> None:
+    """Check that the matrices predict the result of random vectors, and that no constant is added."""
+    with log.check("it is linear in x") as subject:
+        ids = range(len(log.near.matrices))
+        x = subject.random(1, 1, len(ids), seed=14)
+        before = x.clone()
+        size = log.near.off(subject.rotate(x, ids), before, subject.ids(ids, 1))
+        constant = apart(subject.rotate(0 * before, ids), 0 * before)
+        if math.isinf(constant):
+            log.add("not-finite", "an x of zeros comes back with values that are not finite")
+        elif constant > 1e-4:
+            evidence = f"an x of zeros comes back with values up to {constant:.3g}"
+            log.add("not-linear", evidence, what="it adds a constant")
+        elif size:
+            evidence = (
+                f"the result differs by up to {size:.3g} from the sum of those of its channels"
+            )
+            like = "as if x or the result were rounded to 16 bits"
+            if size > 0.1:  # x has values up to 4, of which bfloat16 rounds off up to 2^-7
+                like = "as with a norm or an activation"
+            log.add("not-linear", evidence, what=f"it is not linear, {like}")
+
+
+def check_heads(log: Log) -> None:
+    """Check that all heads are rotated alike; if not, later checks rotate one head."""
+    name = "all heads are rotated alike"
+    if log.subject.most_heads == 1:
+        log.skip(name, "x has no dimension for heads")
+        return
+    with log.check(name) as subject:
+        ids = subject.ids(range(5), 1)
+        x = subject.random(1, _HEADS, 5, seed=7)
+        y = subject.rotate(x.clone(), ids)
+        sizes = [log.near.off(y[:, h : h + 1], x[:, h : h + 1], ids) for h in range(_HEADS)]
+        differs = [h for h in range(_HEADS) if sizes[h]]
+        if not differs:
+            return
+        same = subject.rotate(subject.laid_out(x[:, :, :1].expand_as(x)), ids)
+        log.along_heads = apart(same, same[:, :, :1].expand_as(same)) <= _SAME
+        what = f"Heads are rotated differently: head {differs[0]} differs from head 0"
+        evidence = f"of {_HEADS} heads, {len(differs)} differ from head 0 by up to {max(sizes):.3g}"
+        if log.along_heads:
+            what = (
+                "It rotates along the heads, not along the tokens: each head has its own position"
+            )
+            evidence += "; equal vectors of different tokens come out the same"
+        log.add("heads", evidence, what=what)
+        log.subject = replace(log.subject, one_head=True)
+
+
+def check_length_of_rows(log: Log) -> None:
+    """Check that a row does not depend on how far another row reaches."""
+    way = log.subject.way
+    if not way.rows_differ or not (way.takes_ids or way.row_offsets):
+        return
+    with log.check("rows do not depend on the length of others") as subject:
+        x, near = subject.random(2, 2, 5, seed=5), [3, 0, 4, 8, 6]
+        for length in lengths_of(log):
+            ids = torch.tensor([near, [0, 1, 2, 3, length - 1]])
+            try:
+                y = log.subject.fresh().rotate(x.clone(), ids)
+            except CallFailed:
+                return
+            if size := log.near.off(y[:1], x[:1], ids[:1]):
+                evidence = f"row 0 at {near} beside one up to {length - 1:,} differs by {size:.3g}"
+                add_batch(log, evidence, "positions")
+                return
+
+
+def add_batch(log: Log, evidence: str, what: str) -> None:
+    """Add the finding that rows influence one another; later checks pass one row at a time, so that it has one name."""
+    log.add("batch", evidence, what=what)
+    log.subject = replace(log.subject, one_row=True)
+
+
+# --- dtypes and numbers of heads ------------------------------------------------------------------
+
+
+def check_results(log: Log) -> None:
+    """Check the dtypes of results, and k with fewer heads than q."""
+    with log.check("the result has the dtype of x"):
+        for dtype in (*log.dtypes, torch.float64):
+            subject, name = log.subject.fresh(), SHORT[dtype]
+            severity = "note" if dtype == torch.float64 else "warning"
+            with log.refusal("refuses-{what}", severity, what=name):
+                y = subject.rotate(subject.random(1, 2, len(_WHERE), dtype=dtype), _WHERE)
+                if y.dtype != dtype:
+                    seen = str(y.dtype).removeprefix("torch.")
+                    evidence = "later operations compute in that dtype, at its speed and memory use"
+                    log.add("output-dtype", evidence, severity, what=name, dtype=seen)
+    if log.subject.way.takes_keys and log.subject.most_heads is None:
+        with log.check("k may have fewer heads than q") as fresh:
+            _grouped(log, fresh)
+
+
+def _grouped(log: Log, subject: Subject) -> None:
+    q, k = subject.random(1, 4, 5, seed=12), subject.random(1, 2, 5, seed=13)
+    wide = subject.rotate_all([q.clone(), subject.laid_out(k.repeat(1, 2, 1, 1))], _WHERE)
+    with log.refusal("grouped/refused"):
+        seen = torch.cat(subject.rotate_all([q.clone(), k.clone()], _WHERE), 1)
+        size = apart(seen, torch.cat((wide[0], wide[1][:, :2]), 1))
+        if size > _SAME:
+            log.add("grouped", f"the results of two calls differ by up to {size:.3g}")
+
+
+# --- earlier calls, and the length of a call ------------------------------------------------------
+
+# Positions whose results are compared; one more token sets the length of a call.
+_FEW = (0, 1, 5, 7)
+_LENGTHS = (16, 100, 600, 2500, 5000, 12_000, 40_000)
+
+
+def lengths_of(log: Log) -> list[int]:
+    """Return rising lengths of calls, some around the original length of the declared spec, if it has one."""
+    wanted = set(_LENGTHS)
+    original = getattr(getattr(log.spec, "scaling", None), "original_max_position", None)
+    if isinstance(original, int):
+        wanted |= {original // 2, original + 2, original * 3 // 2, original * 3}
+    most = log.longest if log.subject.way.takes_ids else min(log.longest, 12_000)
+    return sorted(length for length in wanted if len(_FEW) * 2 < length <= most)
+
+
+def _rotate_few(subject: Subject, length: int) -> torch.Tensor | None:
+    """Rotate a few tokens, the last at position length - 1; return None if the call is refused."""
+    try:
+        return subject.rotate(_few(subject), [*_FEW, length - 1]).detach()
+    except CallFailed:
+        return None
+
+
+def _few(subject: Subject) -> torch.Tensor:
+    return subject.random(1, 2, len(_FEW) + 1, seed=3)
+
+
+def check_equal(log: Log) -> None:
+    """Check that equal calls give equal, finite results."""
+    with log.check("two equal calls give equal results") as subject:
+        x = subject.random(1, 2, 4)
+        # Only the second to fourth call are compared: the first may have filled a cache.
+        results = [subject.rotate(x.clone(), [1, 2, 3, 4]).detach() for _ in range(4)]
+        size = max(apart(results[2], each) for each in results[1:])
+        if not bool(results[0].isfinite().all()):
+            log.add("not-finite", "tokens at positions near 0")
+        elif size > 0:
+            log.add("nondeterminism", f"the results of equal calls differ by up to {size:.3g}")
+
+
+def check_memory(log: Log) -> None:
+    """Check that results depend neither on earlier calls nor on later tokens."""
+    if log.subject.way.form.takes_tables:
+        log.skip("results do not depend on earlier calls", "the caller provides the angles")
+        return
+    with log.check("results do not depend on earlier calls") as fresh:
+        _history(log, fresh)
+    if log.found("history"):
+        if log.subject.can_be_fresh:
+            log.subject = replace(log.subject, renew=True)
+        log.measure_near()  # after long calls, those near 0 may have other results
+    with log.check("results do not depend on later tokens"):
+        _length(log)
+
+
+def _history(log: Log, subject: Subject) -> None:
+    """Compare calls after shorter ones, after longer ones, and as first calls."""
+    every = lengths_of(log)
+    rising = {length: _rotate_few(subject, length) for length in every}
+    falling = {length: _rotate_few(subject, length) for length in reversed(every)}
+    for length in every:
+        shorter, longer = rising[length], falling[length]
+        alone = _rotate_few(log.subject.fresh(), length)
+        for how, before, after in (("longer", shorter, longer), ("shorter", alone, shorter)):
+            if before is None or after is None:
+                continue
+            if (size := apart(before, after)) > _SAME:
+                log.add(
+                    "history",
+                    f"positions up to {length - 1:,}, before and after {how} calls: the results "
+                    f"differ by up to {size:.3g}",
+                    what="The result of a call",
+                    how=f": after a {how} one it differs",
+                )
+                return
+    for length in every:
+        if (rising[length] is None) != (falling[length] is None):
+            evidence = f"one with positions up to {length - 1:,} is refused only before or only after a longer one"
+            log.add("history", evidence, what="Whether a call is refused", how="")
+
+
+def _length(log: Log) -> None:
+    """Compare the first tokens of longer and longer calls with those of a short one."""
+    x, same = _few(log.subject)[:, :, :-1], len(log.near.matrices)
+    for length in lengths_of(log):
+        longer = _rotate_few(log.subject.fresh(), length)
+        if longer is None:
+            return
+        if size := log.near.off(longer[:, :, :-1], x, torch.tensor([_FEW])):
+            log.add_length(
+                f"tokens at {', '.join(map(str, _FEW))} alone, and with one at {length - 1:,}: the results "
+                f"differ by up to {size:.3g}. Keys cached at one length do not fit queries at another",
+                length,
+            )
+            log.limit = same
+            return
+        same = length
