@@ -512,6 +512,7 @@ PLAIN = rope()
 NAMED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "ordinal": ordinal,
     "sorted": lambda p: p.sort(-1).values,
+    "rolled": lambda p: torch.where((p.diff(dim=-1) >= 0).all(-1, keepdim=True), p, p.roll(1, -1)),
     "first id": lambda p: p[:, :1] + ordinal(p),
     "first id, clamped": lambda p: (p[:, :1] + ordinal(p)).clamp(max=4999),
     "first id of row 0": lambda p: p[:1, :1] + ordinal(p),

@@ -591,8 +591,10 @@ def _ids(
         raise bad_type(f"position_ids must be int32 or int64 but got {describe(position_ids)}")
     check_local("position_ids", position_ids)
     rows = 1 if layout.row is None else q.shape[layout.row]
-    fits = ((tokens,), (1, tokens), (rows, tokens))
-    if tuple(position_ids.shape) not in fits:
+    *lead, last = position_ids.shape or (-1,)
+    # Each is compared by itself: in compiled code, sizes may be symbols, which a tuple of tuples does not compare.
+    fits = last == tokens and len(lead) < 2 and (not lead or lead[0] == 1 or lead[0] == rows)
+    if not fits:
         raise bad_value(
             f"position_ids must have shape ({tokens},) or ({rows}, {tokens})",
             q=q,
