@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import oracle
-from tests.support.calls import CASES, Call, allowed, is_defined
+from tests.support.calls import CASES, Call, allowed, is_defined, mapped
 from tests.support.checkpointing import POLICIES, saving
 from tests.support.extra_tensors import Wrapper, negated
-from tests.support.functions import FUNCTIONS, Function
+from tests.support.functions import FUNCTIONS, Function, call_of
 from tests.support.helpers import Copies, noise
 from tests.support.matrix import needs_kernel
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits, value
@@ -41,10 +41,6 @@ def every_call(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test for every case, and for calls of other functions."""
     calls, names = [*CASES, *FUNCTIONS.values()], [*map(str, range(len(CASES))), *FUNCTIONS]
     return pytest.mark.one_in(2)(pytest.mark.parametrize("case", calls, ids=names)(test))
-
-
-def call_of(case: Any) -> Call | Function:
-    return case if isinstance(case, Function) else Call(case)
 
 
 def near(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -277,11 +273,7 @@ def stacked(x: torch.Tensor) -> torch.Tensor:
 @every_call
 def test_vmap_and_gradients_in_it(case: Any) -> None:
     """Mapped calls and their gradients are those of a loop, whichever tensors are mapped."""
-    if not isinstance(case, Function):
-        # vmap writes only into tensors that are mapped.
-        verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
-        case = {**case, "dtype": torch.float64, "verb": verb}
-    call = call_of(case)
+    call = case if isinstance(case, Function) else mapped(case, dtype=torch.float64)
     names = call.learned()
     stacks = [stacked(call.leaves[name]) for name in names]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.support.calls import CASES, Call
-from tests.support.functions import FUNCTIONS, Function
+from tests.support.calls import CASES, mapped
+from tests.support.functions import FUNCTIONS, Function, call_of
 from tests.support.helpers import noise
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope import RopeSpec
@@ -32,7 +32,7 @@ class Module(torch.nn.Module):
 
     def __init__(self, case: Mapping[str, Any] | Function) -> None:
         super().__init__()
-        self.call = case if isinstance(case, Function) else Call(case)
+        self.call = call_of(case)
         self.learned = self.call.learned()
         self.rest = torch.nn.ParameterDict(
             {
@@ -77,12 +77,10 @@ def test_a_compiled_call_is_one_graph(number: int) -> None:
         return
     call = case
     if not isinstance(case, Function):
-        # vmap writes only into tensors that are mapped.
-        verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
         # In float64, the definition runs where there is an f or P, as does the backend "reference".
         plain = {case["act"], case["gate"]} == {"none"}
         dtype = torch.float64 if plain else torch.float32
-        call = Call({**case, "dtype": dtype, "verb": verb, "backend": None})
+        call = mapped(case, dtype=dtype, backend=None)
     names = call.learned()
     stacks = [torch.stack((call.leaves[name], 0.75 * call.leaves[name])) for name in names]
 

@@ -129,6 +129,12 @@ def spec_of(case: Mapping[str, Any]) -> RopeSpec:
     )
 
 
+def mapped(case: Mapping[str, Any], **changes: Any) -> Call:
+    """Return the call of a case for vmap, which writes only into tensors that are mapped."""
+    verb = case["verb"].rstrip("_") if case["learns"] == "the rest" else case["verb"]
+    return Call({**case, "verb": verb, **changes})
+
+
 class Derivatives(NamedTuple):
     """What a call gives: results, their random gradients, and first and second derivatives by name."""
 

@@ -54,6 +54,11 @@ class Function:
         return tuple(tree_leaves(self.call(**self.leaves | tensors)))
 
 
+def call_of(case: Mapping[str, Any] | Function) -> Call | Function:
+    """Return the call of a case, or the call that it is."""
+    return case if isinstance(case, Function) else Call(case)
+
+
 IDS = [2, 0, 2, 4]
 # Leading dimensions of the tables, and the position ids that select their rows.
 LOOK_UPS: dict[str, tuple[tuple[int, ...], list[Any] | None]] = {

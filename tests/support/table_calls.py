@@ -151,9 +151,8 @@ def check_tables(case: Mapping[str, Any], device: Any = "cpu") -> None:
         again = on(backend, apply_rotary_pos_emb, *strided, dim, **options)
         if case["ids"] is None:  # tables of as many dimensions as q
             each = [table.detach().reshape(*spread, table.shape[-1]) for table in given]
-            each = [
-                table.requires_grad_() for table in each
-            ]  # of others, duplicates must not differ
+            # Of tables without a gradient, duplicates must not differ.
+            each = [table.requires_grad_() for table in each]
             assert_same_bits(
                 on(backend, apply_rotary_pos_emb, xs[0], None, *each, dim, **options)[0], alone
             )

@@ -37,7 +37,7 @@ _FARTHEST, _MOST_TOKENS = 1 << 17, 5000
 _MISLEADING = frozenset(
     """record nondeterminism history batch row-positions heads position-order not-linear k-not-rotated q-k table-clamp
     table-wrap table-identity table-zero table-nan position-jump padding-id positions-ignored first-id last-id restarts
-    offset-ignored numbered-through gradient-missing""".split()
+    offset-ignored other-positions numbered-through gradient-missing""".split()
 )
 _FURTHER = frozenset(["length", "shape-dependent"])
 # Other calls of which the results are compared to the bit if no step differs: rows, heads, and positions of each row.

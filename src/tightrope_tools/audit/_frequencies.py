@@ -14,7 +14,7 @@ from ._identify import Identity, identify
 from ._log import Log
 from ._profile import Profile, pairs_of, wrapped
 
-_CLOSE = 1e-4
+CLOSE = 1e-4
 """Largest relative error of a frequency that counts as equal. float32 gives 1e-6."""
 _PAIRINGS = {True: "interleaved", False: "half"}
 
@@ -40,10 +40,10 @@ def signs_of(log: Log, profile: Profile, *, declared: bool = True) -> torch.Tens
     """
     omegas, rates = profile.omegas, rates_of(log, profile)
     # Half a turn per position is the same in both directions.
-    back = (omegas < 0) & (omegas.abs() < math.pi - _CLOSE)
+    back = (omegas < 0) & (omegas.abs() < math.pi - CLOSE)
     if rates is not None:
         # At whole positions a frequency looks like the same one plus a turn per position.
-        tolerance = _CLOSE * rates.abs()
+        tolerance = CLOSE * rates.abs()
         forward = wrapped(omegas - rates).abs() <= tolerance
         backward = wrapped(omegas + rates).abs() <= tolerance
         fast = (rates.abs() > 3.0) & (forward | backward)
@@ -91,7 +91,7 @@ def is_of(profile: Profile, spec: RopeSpec) -> bool:
 def _turn_by(profile: Profile, rates: torch.Tensor) -> bool:
     """True if all pairs have these frequencies, in either direction."""
     gap = (profile.omegas.abs() - rates.abs()).abs()
-    return bool((gap <= _CLOSE * rates.abs() + 2 * profile.blur).all())
+    return bool((gap <= CLOSE * rates.abs() + 2 * profile.blur).all())
 
 
 def check_record(log: Log, profile: Profile) -> None:
@@ -185,7 +185,7 @@ def _frequencies(log: Log, spec: RopeSpec, profile: Profile) -> bool:
     gap = wrapped(measured - meant).abs()
     noise = 2 * profile.noise / profile.farthest
     # A pair that turns too little to be measured counts as correct.
-    allowed = torch.clamp(_CLOSE * meant.abs() + noise, min=1e-8)
+    allowed = torch.clamp(CLOSE * meant.abs() + noise, min=1e-8)
     # Declared frequencies rounded to 16 bits pass here: the check of angles finds what was rounded.
     if bool((gap <= allowed).all()) or is_rounded(measured, meant, noise):
         return True
@@ -213,8 +213,8 @@ def _cause(
     moving = meant != 0
     ratios = meant[moving] / measured[moving]
     spread = float(ratios.max() - ratios.min()) if len(ratios) > 1 else math.inf
-    alike = bool(((measured != 0) == moving).all()) and spread <= 2 * _CLOSE * float(ratios.max())
-    if alike and abs(float(ratios[0]) - 1) > 4 * _CLOSE:
+    alike = bool(((measured != 0) == moving).all()) and spread <= 2 * CLOSE * float(ratios.max())
+    if alike and abs(float(ratios[0]) - 1) > 4 * CLOSE:
         what = f"All frequencies are the declared ones divided by {float(ratios[0]):.6g}"
         return "scaling", {"what": what}, ""
     found = None if log.identity is None or log.identity.loose else log.identity.spec
@@ -226,7 +226,7 @@ def _cause(
 
 
 def _same(measured: torch.Tensor, row: torch.Tensor) -> bool:
-    return bool(((measured - row).abs() <= _CLOSE * row.abs()).all())
+    return bool(((measured - row).abs() <= CLOSE * row.abs()).all())
 
 
 def is_rounded(measured: torch.Tensor, meant: torch.Tensor, noise: float = 0.0) -> bool:

@@ -98,19 +98,17 @@ def check_ids(log: Log) -> None:
     if way.packed:
         with log.check("each packed row begins at position 0"):
             with log.refusal("shapes", what="packed rows of different lengths"):
-                if not _is_explained(log, (_PACKED,), _PACKED_MAPS):
-                    words = f"in rows of 3, 2 and 5 tokens, those at {_listed(_PACKED[0])}"
-                    got = [_first(row) for row in _matches(log, _PACKED)[0]]
-                    add_batch(log, f"{words} come out as if at {_listed(got)}", "lengths")
+                if evidence := _unexplained(log, (_PACKED,), _PACKED_MAPS):
+                    add_batch(log, f"in rows of 3, 2 and 5 tokens, {evidence}", "lengths")
     elif way.takes_positions or way.takes_offset:
         with log.check("positions are used"):
             if way.takes_positions and log.near.is_constant:
                 return  # no position is used at all: the check of pairs names that
             calls = (_ANY, _LATER, _RESTART) if way.takes_positions else (_LATER,)
-            explained = _is_explained(log, calls, _MAPS if way.takes_positions else _OFFSETS)
+            evidence = _unexplained(log, calls, _MAPS if way.takes_positions else _OFFSETS)
             # Frequencies that depend on the length of a call differ between these calls too.
-            if not explained and way.takes_positions and not (log.spec and log.spec.by_length):
-                log.add("other-positions", log.unexplained)
+            if evidence and way.takes_positions and not (log.spec and log.spec.by_length):
+                log.add("other-positions", evidence)
                 log.subject = replace(log.subject, way=replace(way, counts="rising"))
 
 
@@ -121,7 +119,7 @@ def check_rows(log: Log) -> None:
         log.skip(name, "all rows have the same positions")
         return
     with log.check(name) as subject:
-        if not _is_explained(log, (_ROWS,), _ROW_MAPS):
+        if _unexplained(log, (_ROWS,), _ROW_MAPS):
             _add_if_apart(log, subject)
     if not log.found("batch", "numbered-through"):
         check_length_of_rows(log)
@@ -140,12 +138,10 @@ def _add_if_apart(log: Log, subject: Subject) -> None:
         add_batch(log, evidence, what)
 
 
-def _is_explained(
-    log: Log, calls: Sequence[Sequence[Sequence[int]]], maps: tuple[Map, ...]
-) -> bool:
+def _unexplained(log: Log, calls: Sequence[Sequence[Sequence[int]]], maps: tuple[Map, ...]) -> str:
     """Report the map that explains in which positions tokens of calls do not get their own.
 
-    Return False if some do not and no map explains it.
+    Return a call in which some do not, if no map explains it; else "".
     """
     seen = {}
     for given in calls:
@@ -160,13 +156,12 @@ def _is_explained(
 
     wrong = [given for given in seen if not fits(lambda ids: ids, given)]
     if not wrong:
-        return True
+        return ""
     found = next((each for each in maps if all(fits(each.made, given) for given in seen)), None)
     if found is None:
         given = wrong[0]
         got = [_first(row) for row in seen[given][-1]]
-        log.unexplained = f"tokens at {_listed(given[-1])} come out as if at {_listed(got)}"
-        return False
+        return f"tokens at {_listed(given[-1])} come out as if at {_listed(got)}"
     # Of these calls, best one in which all positions are among those that were measured.
     given = max(wrong, key=lambda given: int(found.made(torch.tensor(given)).min()))
     got = found.made(torch.tensor(given)).tolist()
@@ -180,7 +175,7 @@ def _is_explained(
         by_row = then["counts"] == "from the first" and way.rows_differ
         way = replace(way, counts=then.pop("counts"), row_offsets=way.row_offsets or by_row)
     log.subject = replace(log.subject, way=way, **then)
-    return True
+    return ""
 
 
 def _matches(log: Log, given: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -34,7 +34,6 @@ class Log:
         identity: the frequency rule that explains the measured frequencies.
         recorded: whether the conversion record beside a config states "interleaved"; None if there is none.
         along_heads: whether the function takes the heads for tokens.
-        unexplained: tokens that came out at other positions than their own, by no known map, for the evidence.
     """
 
     target: str
@@ -52,7 +51,6 @@ class Log:
     along_heads: bool = False
     progress: Callable[[str], None] | None = None
     recorded: bool | None = None
-    unexplained: str = ""
     near: Near = field(init=False)
 
     def add(

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ._frequencies import add_distance, name_rule, rates_of, signs_of
+from ._frequencies import CLOSE, add_distance, name_rule, rates_of, signs_of
 from ._log import Log
 from ._near import NEAR, apart
 from ._profile import NARROW, Profile, agree, flips, measure, pairs_of, wrapped
 
 _LOOSE = 8e-3
 """Tolerance of factors; bfloat16 tables change them by up to 4e-3."""
-_CLOSE = 1e-4
-"""Largest relative error of a frequency that counts as equal. float32 gives 1e-6."""
 
 
 def check_rotation(log: Log) -> bool:
@@ -207,7 +205,7 @@ def _factor(log: Log, profile: Profile) -> None:
     sizes = torch.cat((profile.firsts, profile.seconds)).abs()
     least, most = float(sizes.min()), float(sizes.max())
     narrow = profile.table in NARROW
-    allowed = _LOOSE if narrow else min(_LOOSE, _CLOSE + most - least)
+    allowed = _LOOSE if narrow else min(_LOOSE, CLOSE + most - least)
     found = None if log.identity is None else log.identity.spec
     takes = log.subject.way.form.takes_tables
     usual = [1.0 if log.spec is None else log.spec.attention_scaling()]
