@@ -14,6 +14,7 @@ on the CPU.
 
 from __future__ import annotations
 
+from ._batch import MRope as MRope, mrope_batch as mrope_batch
 from ._canonical import (
     DTYPES as DTYPES,
     ZERO as ZERO,
@@ -23,6 +24,7 @@ from ._canonical import (
     check_axes as check_axes,
     widened as widened,
 )
+from ._check import Finding as Finding, Report as Report, check as check
 from ._line import (
     left_padded as left_padded,
     packed as packed,
@@ -40,13 +42,18 @@ from ._space import (
 )
 
 __all__ = [
+    "Finding",
+    "MRope",
     "Positions",
     "PositionsLike",
+    "Report",
+    "check",
     "concatenate",
     "explicit",
     "grid",
     "left_padded",
     "mrope",
+    "mrope_batch",
     "mrope_next",
     "multi_axis",
     "packed",

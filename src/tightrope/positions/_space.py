@@ -213,19 +213,8 @@ def mrope(
     >>> mrope([2, (1, 2, 2), 1]).ids.squeeze(1).tolist()
     [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]]
     """
-    placed, _ = _walk(segments, start, next_from)
-    parts = [torch.zeros(3, 0, dtype=torch.int64, device=device)]
-    for begin, sizes, time_step in placed:
-        if len(sizes) == 1:
-            parts.append(torch.arange(begin, begin + sizes[0], device=device).expand(3, -1))
-            continue
-        cells = _cells(sizes, (0, 0, 0), (1, 1, 1), (1, 1, 1), device)
-        if time_step != 1:
-            # In float32, like the models' own code, to round products near an integer the same way.
-            time = (cells[:1].to(torch.float32) * time_step).to(torch.int64)
-            cells = torch.cat((time, cells[1:]))
-        parts.append(cells + begin)
-    return Positions(torch.cat(parts, 1)[:, None], add_index=False, packed=False)
+    ids, _ = placed(segments, next_from, start, device)
+    return Positions(ids[:, None], add_index=False, packed=False)
 
 
 @public("mrope_next")
@@ -243,6 +232,28 @@ def mrope_next(segments: Iterable[Segment], *, start: int = 0, next_from: str = 
     return _walk(segments, start, next_from)[1]
 
 
+def placed(
+    segments: Iterable[Segment],
+    next_from: str,
+    start: int = 0,
+    device: torch.device | str | None = None,
+) -> tuple[torch.Tensor, int]:
+    """Return the ids ``[3, tokens]`` of segments, and the position of the token after them."""
+    walk, after = _walk(segments, start, next_from)
+    parts = [torch.zeros(3, 0, dtype=torch.int64, device=device)]
+    for begin, sizes, time_step in walk:
+        if len(sizes) == 1:
+            parts.append(torch.arange(begin, begin + sizes[0], device=device).expand(3, -1))
+            continue
+        cells = _cells(sizes, (0, 0, 0), (1, 1, 1), (1, 1, 1), device)
+        if time_step != 1:
+            # In float32, like the models' own code, to round products near an integer the same way.
+            time = (cells[:1].to(torch.float32) * time_step).to(torch.int64)
+            cells = torch.cat((time, cells[1:]))
+        parts.append(cells + begin)
+    return torch.cat(parts, 1), after
+
+
 def _walk(
     segments: object, start: object, next_from: object
 ) -> tuple[list[tuple[int, tuple[int, ...], float]], int]:
@@ -255,7 +266,7 @@ def _walk(
     kinds = "ints and tuples (t, h, w) or (t, h, w, time_step)"
     if isinstance(segments, str) or not isinstance(segments, Iterable):
         raise bad_type(f"segments must be an iterable of {kinds} but got {segments!r}")
-    placed = []
+    walk = []
     for segment in segments:
         if not isinstance(segment, (tuple, list)):
             sizes: tuple[int, ...] = (count("a number of text tokens", segment),)
@@ -275,11 +286,11 @@ def _walk(
             space = max(sizes[1:])
             last = max(int(_float32((sizes[0] - 1) * _float32(time_step))), space - 1)
             advance = last + 1 if next_from == "all" else space
-        placed.append((begin, sizes, time_step))
+        walk.append((begin, sizes, time_step))
         largest = max(largest, begin + last)
         begin += advance
     check_fits("the position after the last", largest + 1)
-    return placed, largest + 1
+    return walk, largest + 1
 
 
 def _each(name: str, value: object, axes: int) -> tuple[object, ...]:
