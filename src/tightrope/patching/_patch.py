@@ -258,7 +258,7 @@ def _patched(model: torch.nn.Module, options: Options, functions: Mapping[Any, s
     entries = [slot.entry for slot in slots if slot.entry is not None]
     report = Report([*dict.fromkeys([*entries, *left, *kept])], _notes(model, makers, options))
     counted = {slot.member.place(): slot.counts for slot in slots if slot.counts}
-    report._counts = {place: (counts, tuple(counts[:3])) for place, counts in counted.items()}
+    report._counts = {place: (counts, tuple(counts[:4])) for place, counts in counted.items()}
     report._undo = functools.partial(_undo_if_alive, weakref.ref(model))
     _reports[model] = report
     return report
@@ -336,7 +336,7 @@ def _forwards(
     slots = []
     for cls in dict.fromkeys(type(m) for m in makers if m in made or _has_axes(m)):
         entry = Entry(cls.__module__, cls.__qualname__, by, True) if options.exchange else None
-        counts = [0, 0, 0, 0]
+        counts = [0, 0, 0, 0, 0]
         forward = _tables.forward_of(cls, options.exchange, counts)
         slots.append(_of_class(cls, "forward", forward, options, entry, None, counts))
     return slots

@@ -59,11 +59,14 @@ class Calls:
         doubtful: of the first 100 calls of a module that makes M-RoPE tables, those whose ids restart within a row and
             are equal on all axes, as those of packed text are. Such a model rotates by them, but may not see that the
             row holds several sequences. Only ids on the CPU are looked at.
+        padded: of the same calls, those whose rows share ids, though some rows begin with two equal tokens, as
+            padding on the left is, and others do not. Padded rows need ids of their own.
     """
 
     operator: int
     original: int
     doubtful: int = 0
+    padded: int = 0
 
 
 @dataclass
@@ -150,5 +153,10 @@ class Report:
                 lines.append(
                     f"calls of {place} in which ids restart within a row, equal on all axes: {calls.doubtful:,}; give "
                     "rows of packed text ids with a first row for text, or an attention mask of blocks"
+                )
+            if calls.padded:
+                lines.append(
+                    f"calls of {place} in which rows share ids, but some begin with padding: {calls.padded:,}; give "
+                    "each row its own ids, such as positions.left_padded(attention_mask).ids"
                 )
         return "\n".join(lines)

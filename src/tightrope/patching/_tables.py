@@ -306,8 +306,8 @@ def forward_of(cls: Any, exchanged: bool, counts: list[int]) -> Any:
 
     Args:
         exchanged: whether modules may keep some.
-        counts: the calls that are served by what a module keeps and by the original, those with doubtful ids, and
-            those that were looked at; see :class:`Calls`.
+        counts: the calls that are served by what a module keeps and by the original, those whose ids restart and
+            those whose rows share ids in spite of padding, see :class:`Calls`; and how many were looked at.
     """
     original, names = cls.forward, parameters(cls)
     known_names = {*names, "layer_type"}
@@ -318,9 +318,10 @@ def forward_of(cls: Any, exchanged: bool, counts: list[int]) -> Any:
         x: Any = values.get(names[0])
         ids: Any = values.get("position_ids")
         layer_type, eager = values["layer_type"], not torch.compiler.is_compiling()
-        if eager and counts[3] < _LOOKED:
-            counts[3] += 1
+        if eager and counts[4] < _LOOKED:
+            counts[4] += 1
             counts[2] += _restarts(ids)
+            counts[3] += _shared(x, ids)
         made: Any = getattr(self, KEPT, None) if exchanged else None
         if not made:
             return original(self, *args, **kwargs)
@@ -365,6 +366,21 @@ def _restarts(ids: Any) -> bool:
     if not isinstance(ids, torch.Tensor) or ids.dim() != 3 or ids.device.type != "cpu":
         return False
     return bool((ids == ids[:1]).all() and (ids[0, :, 1:] < ids[0, :, :-1]).any())
+
+
+def _shared(x: Any, ids: Any) -> bool:
+    """Return whether rows on the CPU share ids, although some begin with padding.
+
+    A mask is not seen here. A row is padded on the left if its first two tokens are equal: those of another row are not.
+    """
+    if not isinstance(x, torch.Tensor) or not isinstance(ids, torch.Tensor) or x.dim() != 3:
+        return False
+    if x.device.type != "cpu" or x.shape[0] < 2 or x.shape[1] < 2 or ids.device.type != "cpu":
+        return False
+    if ids.dim() not in (2, 3) or not bool((ids == ids[..., :1, :]).all()):
+        return False
+    equal = (x[:, 0] == x[:, 1]).all(-1)
+    return bool(equal.any()) and not bool(equal.all())
 
 
 def check_of(cls: Any, options: Any, first: str, is_checked: Callable[[type], bool]) -> Any:

@@ -240,7 +240,7 @@ def test_the_text_and_the_data_of_a_report() -> None:
     assert middle[1] == "left     test_members.InBody.forward: seems to rotate in its body"
     assert last == f"calls of {place}: the operator served 2, the original ran in 1"
     saved = json.loads(json.dumps(report.to_dict()))
-    assert saved["calls"] == {place: {"operator": 2, "original": 1, "doubtful": 0}}
+    assert saved["calls"] == {place: {"operator": 2, "original": 1, "doubtful": 0, "padded": 0}}
     assert [entry["replaced"] for entry in saved["entries"]] == [True, False]
     assert saved["entries"][0]["compared"] == ["cpu"]
     none = patch(Gates())

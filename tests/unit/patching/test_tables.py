@@ -354,6 +354,30 @@ def test_ids_of_packed_text_in_all_axes_are_counted(options: dict[str, Any]) -> 
     assert "in which ids restart within a row, equal on all axes: 1; give" in str(report)
 
 
+@pytest.mark.parametrize("options", [{}, {"angles": "exact"}], ids=str)
+def test_padded_rows_that_share_ids_are_counted(options: dict[str, Any]) -> None:
+    model, each = small_model("Qwen2.5-VL"), torch.arange(12)
+    tokens = torch.arange(24).view(2, 12) % 9 + 1
+    padded = tokens.index_fill(1, torch.tensor([0, 1]), 0)
+    padded[0] = tokens[0]
+    report = patch(model, **options)
+    shared, own = (
+        each.expand(3, 2, 12),
+        torch.stack((each, (each - 2).clamp(min=0))).expand(3, 2, 12),
+    )
+    for input_ids, ids in (
+        (tokens, shared),
+        (padded, own),
+        (padded, shared),
+        (padded[1:], shared[:, 1:]),
+    ):
+        model(input_ids=input_ids, position_ids=ids)
+    padded_calls = {place: calls.padded for place, calls in report.calls().items() if calls.padded}
+    place = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding.forward"
+    assert padded_calls == {place: 1}
+    assert "in which rows share ids, but some begin with padding: 1; give" in str(report)
+
+
 # --- the bits of a stack, forward and backward ----------------------------------------------------
 
 IDS = torch.tensor([[0, 1, 5, 63, 900, 4095, 100_000], [7, 6, 5, 4, 3, 2, 1]])
