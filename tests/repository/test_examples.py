@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import decode_padded
+import pack_images
 import state_tracking
 import train_bytes
 from benchmarks import state_tracking as picture
 from tests.support.tolerances import assert_each, assert_same_bits
+from tightrope import rotate
+from tightrope.positions import MRope, mrope_batch
 from train_bytes import ByteTransformer, Size
 
 
@@ -67,3 +71,40 @@ def test_train_bytes_decodes_as_it_reads() -> None:
     tokens = torch.tensor([[*b"abc", *(token for token, _ in found)]])
     want = model(tokens)[0, 2:-1]
     torch.testing.assert_close(torch.stack([logits for _, logits in found]), want)
+
+
+def test_packed_samples_train_and_have_the_logits_that_they_have_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pack_images.main(["--steps", "6"])
+    output = capsys.readouterr().out
+    first, *_, last = (float(loss) for loss in re.findall(r"loss (\S+)", output))
+    assert last < first
+    assert len(re.findall(r"packed and alone differ by", output)) == 4
+    assert "'apply_rotary_pos_emb': " in output
+
+
+def test_positions_of_packed_samples_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbered_through(*args: object, cu_seqlens: torch.Tensor, **more: object) -> MRope:
+        return mrope_batch(*args, **more)
+
+    monkeypatch.setattr(pack_images.positions, "mrope_batch", numbered_through)
+    with pytest.raises(AssertionError, match="numbered-through"):
+        pack_images.pack(pack_images.samples(0))
+
+
+def test_padded_prompts_go_on_as_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    decode_padded.main(["--steps", "6"])
+    assert capsys.readouterr().out.count("->") == 3
+
+
+def test_rotated_keys_of_padded_prompts_have_the_bits_of_each_alone() -> None:
+    types = (torch.tensor([[98, 98, 5, 99, 99], [1, 99, 99, 99, 99]]) == 99).long()
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    where, _ = mrope_batch(
+        *(types,), model="qwen2_vl", images=[(1, 2, 4), (1, 4, 4)], attention_mask=mask
+    )
+    alone, _ = mrope_batch(types[0, 2:], model="qwen2_vl", images=[(1, 2, 4)])
+    k = torch.randn(2, 4, 5, 64)
+    together = rotate(k, decode_padded.SPEC, where)
+    assert_same_bits(together[:1, :, 2:], rotate(k[:1, :, 2:], decode_padded.SPEC, alone))
