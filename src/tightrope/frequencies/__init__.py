@@ -10,7 +10,7 @@ given number per pair).
 
 A new rule is one frozen dataclass that derives from :class:`Rule`: :class:`tightrope.RopeSpec`, its
 dictionaries and the configuration reader find it by its ``names`` and ``keys``. See
-docs/extending.md for an example.
+docs/write.md for an example.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class PolarRoPEHead(_QueryHead):
         device, dtype: device and dtype of the parameters.
 
     Source: RoFormer (arXiv 2104.09864) for the rotation. Every invertible matrix is a rotation or reflection times a positive
-    definite one (the polar decomposition); here the first is RoPE, and the second the diagonal gate, see docs/polar.md.
+    definite one (the polar decomposition); here the first is RoPE, and the second the diagonal gate, see docs/learned.md.
 
     >>> head = PolarRoPEHead(32, 8)
     >>> head(torch.randn(2, 5, 32), *functional.build_freqs_cis(5, 8)).shape
