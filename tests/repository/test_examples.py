@@ -1,7 +1,10 @@
 """The examples run, and say what their documentation says."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 
 import decode_padded
 import pack_images
+import several_processes
 import state_tracking
 import train_bytes
 from benchmarks import state_tracking as picture
@@ -108,3 +112,25 @@ def test_rotated_keys_of_padded_prompts_have_the_bits_of_each_alone() -> None:
     k = torch.randn(2, 4, 5, 64)
     together = rotate(k, decode_padded.SPEC, where)
     assert_same_bits(together[:1, :, 2:], rotate(k[:1, :, 2:], decode_padded.SPEC, alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["", "--fsdp", "--fsdp --compile"])
+def test_two_processes_have_the_losses_of_one(way: str) -> None:
+    alone = several_processes.train(4)
+    assert alone[-1] < alone[0]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+    ]
+    command = [*torchrun, several_processes.__file__, "--steps", "4", *way.split()]
+    # Each process has one thread, as many processes share the machine.
+    here = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=here, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    assert losses == pytest.approx(alone, abs=2e-6)
