@@ -82,8 +82,8 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     if_empty: str = (
-        "no rotary function found: no code of the model's classes names a function whose name has 'rot' or 'rope', and "
-        "whose arguments are tensors with their cosines and sines; see the option `functions`"
+        "no rotary function found: `patch` looks for functions in the code of the model's classes whose name has 'rot' or "
+        "'rope' and that take cosines and sines; name others with the option `functions`"
     )
     # (module, name) -> the counts of the replacement, and those at the time of the patch.
     _counts: dict[tuple[str, str], tuple[list[int], tuple[int, ...]]] = field(
