@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tightrope.functional import apply_rotary_pos_emb
-from tightrope_tools.forms import WIDTHS, Call
+from tightrope_tools.forms import WIDTHS, Argument, Call
 
 #: Layouts of x, likeliest first: b is batch, h heads, s sequence, d channels, t the tokens of all sequences
 #: packed into one dimension. Each has functions from and to (batch, heads, sequence, channels).
@@ -299,12 +299,10 @@ class Subject:
 
     def run(self, values: dict[str, Any]) -> Any:
         """Call the function with arguments by role, and return its unchecked result."""
-        way = self.way
-        args = [values[each.role] for each in way.arguments if not each.keyword]
-        named = {str(each.name): values[each.role] for each in way.arguments if each.keyword}
+        positional, named = passed(self.way.arguments, values)
         try:
             fn = fresh(self.fn, self.make) if self.renew else self.fn
-            return fn(*args, **named)
+            return fn(*positional, **named)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # foreign code may raise even SystemExit
@@ -332,6 +330,14 @@ class Subject:
             return apply_rotary_pos_emb(x, None, cos, sin, **how, rounding="wide")[0].to(x.dtype)
         except (RuntimeError, TypeError, ValueError) as error:
             raise CallFailed(f"its tables do not fit x: {describe_error(error)}") from error
+
+
+def passed(
+    arguments: Sequence[Argument], values: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return what to pass for arguments, by position and by name, from values by role."""
+    positional = [values[each.role] for each in arguments if not each.keyword]
+    return positional, {str(each.name): values[each.role] for each in arguments if each.keyword}
 
 
 def _lengths(ids: torch.Tensor) -> list[int]:
