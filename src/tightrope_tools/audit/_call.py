@@ -144,7 +144,7 @@ class Subject:
         head_dim: channels of one head.
         rates: the frequencies of the tables that ``fn`` takes, float64 ``[pairs]``.
         made: returns the cosines and sines of these tables at positions, if not those of ``rates``.
-        make: returns a new ``fn``; None if ``fn`` is copied instead.
+        make: returns a new ``fn``, with its own state; None if there is no way to.
         renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
         one_row, one_head: whether each call gets one row, or one head, because others depend on their number or place.
         side: 0 to rotate as q, 1 to rotate as k, if the function takes both.
@@ -181,11 +181,6 @@ class Subject:
     def fresh(self) -> Subject:
         """Return the subject with a function that has not been called yet, if possible."""
         return replace(self, fn=fresh(self.fn, self.make), given=[])
-
-    @property
-    def can_be_fresh(self) -> bool:
-        """True if a fresh function is another object, with its own state."""
-        return self.make is not None or fresh(self.fn, None) is not self.fn
 
     def random(
         self, rows: int, heads: int, tokens: int, *, dtype: Any = torch.float32, seed: int = 0

@@ -322,7 +322,7 @@ def check_memory(log: Log) -> None:
     with log.check("results do not depend on earlier calls") as fresh:
         _history(log, fresh)
     if log.found("history"):
-        if log.subject.can_be_fresh:
+        if log.subject.make is not None:
             log.subject = replace(log.subject, renew=True)
         log.measure_near()  # after long calls, those near 0 may have other results
     with log.check("results do not depend on later tokens"):

@@ -105,13 +105,12 @@ def check_factor(log: Log, profile: Profile) -> None:
     allowed = _LOOSE if profile.table in NARROW else min(_LOOSE, CLOSE + most - least)
     found = None if log.identity is None else log.identity.spec
     takes = log.subject.way.form.takes_tables
-    usual = [1.0 if log.spec is None else log.spec.attention_scaling()]
-    if log.spec is None and found is not None:
-        usual.append(found.attention_scaling())
-    if takes:
+    spec = log.spec or found
+    usual = [] if spec is None else [spec.attention_scaling()]
+    if takes or log.spec is None:
         usual.append(1.0)  # the caller's tables may include the factor; those of the audit do not
     near = [each for each in usual if abs(profile.amplitude - each) <= allowed]
-    seen = profile.amplitude = near[-1] if near else profile.amplitude
+    seen = profile.amplitude = near[0] if near else profile.amplitude
     log.facts["amplitude"] = f"{seen:.6g}"
     if most - least > _LOOSE * seen:
         log.add("amplitude-varies", least=least, most=most)

@@ -11,7 +11,7 @@ import torch
 
 from tightrope.spec import RopeSpec
 
-from ._identify import Identity, identify
+from ._identify import identify
 from ._log import Log
 from ._profile import Profile, pairs_of, wrapped
 
@@ -62,18 +62,14 @@ def name_rule(log: Log, profile: Profile) -> None:
     if len(profile.pairs) == 1 and profile.interleaved is None:
         log.facts["frequencies"] = f"{float(profile.omegas[0].abs()):.6g} rad per position"
         return
-    log.identity = identity_of(profile)
-    text = log.identity.text
-    log.facts["frequencies"] = f"about {text}" if log.identity.loose else text
-
-
-def identity_of(profile: Profile) -> Identity:
-    """Return the rule behind the measured frequencies; needs a pairing."""
     measured = dict(zip(profile.pairs, profile.omegas.abs().tolist()))
     omegas = [measured.get(pair, 0.0) for pair in profile.slots]
     where: dict[str, Any] = {"start": profile.start, "interleaved": bool(profile.interleaved)}
     make = partial(RopeSpec, profile.subject.head_dim, rotary_dim=profile.rotary_dim, **where)
-    return identify(omegas, make, profile.amplitude, 2 * profile.noise / profile.farthest)
+    noise = 2 * profile.noise / profile.farthest
+    log.identity = identify(omegas, make, profile.amplitude, noise)
+    text = log.identity.text
+    log.facts["frequencies"] = f"about {text}" if log.identity.loose else text
 
 
 def is_of(profile: Profile, spec: RopeSpec) -> bool:
