@@ -11,7 +11,7 @@ from tightrope._errors import bad_type, bad_value, public
 from tightrope.frequencies import LONGEST
 from tightrope.spec import RopeSpec
 
-from . import _angles, _calls, _frequencies, _ids, _rotation, _scores
+from . import _calls, _corrections, _frequencies, _ids, _rotation, _scores
 from ._call import CallFailed, Subject, describe_error, undisturbed
 from ._faults import FAULTS
 from ._log import Log
@@ -108,8 +108,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         try:
             subject = subject_of(found, hints, declared, device)
         except NoCallFound as error:
-            severity, sentence, mend = FAULTS["cannot-call"]
-            only = Finding("cannot-call", severity, sentence, str(error), mend)
+            fault = FAULTS["cannot-call"]
+            only = Finding("cannot-call", fault.severity, fault.sentence, str(error), fault.mend)
             return Report(found.name, {}, (only,))
         log = Log(found.name, subject, declared, tuple(dtypes), longest, progress=progress)
         log.recorded = found.recorded
@@ -121,11 +121,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             log.add("config-unread", found.unread)
         if subject.way.form.takes_tables or subject.way.form.gives_tables:
             does = "makes" if subject.way.form.takes_tables else "applies"
-            log.add(
-                "partner-unseen",
-                "each alone may be right where they do not fit each other",
-                does=does,
-            )
+            log.add("partner-unseen", does=does)
         try:
             check_all(log)
         except CallFailed as error:
@@ -246,10 +242,10 @@ def check_all(log: Log) -> None:
         if same and spec is not None:
             _frequencies.check_axes(log, spec, profile)
         _frequencies.check_identity(log, profile)
-        expected = _angles.expected_of(log, profile, same)
-        if expected is not None:
-            _angles.check_angles(log, profile, expected)
-            _angles.check_type_history(log, profile)
+        meant = _corrections.meant_of(log, profile, same)
+        if meant is not None:
+            _corrections.check_angles(log, profile, meant)
+            _corrections.check_type_history(log, profile)
         _scores.check_relative(log)
     _scores.check_keys(log, profile)
     _scores.check_gradients(log)
@@ -260,4 +256,4 @@ def _add_unchecked(log: Log, spec: RopeSpec) -> None:
     log.skip("frequencies are as declared", "the caller provides them")
     parts = ["base", *(name for name in ("scaling", "axes") if getattr(spec, name) is not None)]
     what = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-    log.add("frequencies-unchecked", "the audit made its own", what=what)
+    log.add("frequencies-unchecked", what=what)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tightrope.functional import apply_rotary_pos_emb
-from tightrope_tools.forms import WIDTHS, Call
+from tightrope_tools.forms import WIDTHS, Argument, Call
 
 #: Layouts of x, likeliest first: b is batch, h heads, s sequence, d channels, t the tokens of all sequences
 #: packed into one dimension. Each has functions from and to (batch, heads, sequence, channels).
@@ -144,7 +144,7 @@ class Subject:
         head_dim: channels of one head.
         rates: the frequencies of the tables that ``fn`` takes, float64 ``[pairs]``.
         made: returns the cosines and sines of these tables at positions, if not those of ``rates``.
-        make: returns a new ``fn``; None if ``fn`` is copied instead.
+        make: returns a new ``fn``, with its own state; None if there is no way to.
         renew: whether each call gets a new ``fn``, because state of earlier calls changes results.
         one_row, one_head: whether each call gets one row, or one head, because others depend on their number or place.
         side: 0 to rotate as q, 1 to rotate as k, if the function takes both.
@@ -181,11 +181,6 @@ class Subject:
     def fresh(self) -> Subject:
         """Return the subject with a function that has not been called yet, if possible."""
         return replace(self, fn=fresh(self.fn, self.make), given=[])
-
-    @property
-    def can_be_fresh(self) -> bool:
-        """True if a fresh function is another object, with its own state."""
-        return self.make is not None or fresh(self.fn, None) is not self.fn
 
     def random(
         self, rows: int, heads: int, tokens: int, *, dtype: Any = torch.float32, seed: int = 0
@@ -299,12 +294,10 @@ class Subject:
 
     def run(self, values: dict[str, Any]) -> Any:
         """Call the function with arguments by role, and return its unchecked result."""
-        way = self.way
-        args = [values[each.role] for each in way.arguments if not each.keyword]
-        named = {str(each.name): values[each.role] for each in way.arguments if each.keyword}
+        positional, named = passed(self.way.arguments, values)
         try:
             fn = fresh(self.fn, self.make) if self.renew else self.fn
-            return fn(*args, **named)
+            return fn(*positional, **named)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # foreign code may raise even SystemExit
@@ -332,6 +325,14 @@ class Subject:
             return apply_rotary_pos_emb(x, None, cos, sin, **how, rounding="wide")[0].to(x.dtype)
         except (RuntimeError, TypeError, ValueError) as error:
             raise CallFailed(f"its tables do not fit x: {describe_error(error)}") from error
+
+
+def passed(
+    arguments: Sequence[Argument], values: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return what to pass for arguments, by position and by name, from values by role."""
+    positional = [values[each.role] for each in arguments if not each.keyword]
+    return positional, {str(each.name): values[each.role] for each in arguments if each.keyword}
 
 
 def _lengths(ids: torch.Tensor) -> list[int]:

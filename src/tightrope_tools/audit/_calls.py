@@ -157,17 +157,21 @@ def _mutations(log: Log, subject: Subject) -> None:
     if not torch.equal(ids, where):
         log.add("mutates-positions", f"{where.tolist()} becomes {ids.tolist()}")
     if any(not torch.equal(*each) for each in subject.given):
-        evidence = "tables that all layers share are wrong from the second layer on"
-        log.add("mutates-tables", evidence)
+        log.add("mutates-tables")
 
 
 def _add_overwritten(
     log: Log, subject: Subject, x: torch.Tensor, before: torch.Tensor, how: str = ""
 ) -> None:
     meant = getattr(subject.fn, "__name__", "").endswith("_")
-    evidence = f"{int((x != before).sum())} of {x.numel()} elements of x change"
-    evidence += "; the function's name ends in _" * meant
-    log.add("mutates", evidence, "note" if meant else "error", how=how)
+    severity, end = ("note", "; the function's name ends in _") if meant else ("error", "")
+    words: dict[str, Any] = {
+        "count": int((x != before).sum()),
+        "total": x.numel(),
+        "how": how,
+        "end": end,
+    }
+    log.add("mutates", severity=severity, **words)
 
 
 # --- linear, heads and rows -----------------------------------------------------------------------
@@ -184,16 +188,12 @@ def check_linear(log: Log) -> None:
         if math.isinf(constant):
             log.add("not-finite", "an x of zeros comes back with values that are not finite")
         elif constant > 1e-4:
-            evidence = f"an x of zeros comes back with values up to {constant:.3g}"
-            log.add("not-linear", evidence, what="it adds a constant")
+            log.add("not-linear/constant", size=constant)
         elif size:
-            evidence = (
-                f"the result differs by up to {size:.3g} from the sum of those of its channels"
-            )
             like = "as if x or the result were rounded to 16 bits"
             if size > 0.1:  # x has values up to 4, of which bfloat16 rounds off up to 2^-7
                 like = "as with a norm or an activation"
-            log.add("not-linear", evidence, what=f"it is not linear, {like}")
+            log.add("not-linear", size=size, like=like)
 
 
 def check_heads(log: Log) -> None:
@@ -212,14 +212,9 @@ def check_heads(log: Log) -> None:
             return
         same = subject.rotate(subject.laid_out(x[:, :, :1].expand_as(x)), ids)
         log.along_heads = apart(same, same[:, :, :1].expand_as(same)) <= _SAME
-        what = f"Heads are rotated differently: head {differs[0]} differs from head 0"
-        evidence = f"of {_HEADS} heads, {len(differs)} differ from head 0 by up to {max(sizes):.3g}"
-        if log.along_heads:
-            what = (
-                "It rotates along the heads, not along the tokens: each head has its own position"
-            )
-            evidence += "; equal vectors of different tokens come out the same"
-        log.add("heads", evidence, what=what)
+        kind = "heads/as-tokens" if log.along_heads else "heads"
+        words: dict[str, Any] = {"total": _HEADS, "count": len(differs), "head": differs[0]}
+        log.add(kind, **words, size=max(sizes))
         log.subject = replace(log.subject, one_head=True)
 
 
@@ -261,8 +256,7 @@ def check_results(log: Log) -> None:
                 y = subject.rotate(subject.random(1, 2, len(_WHERE), dtype=dtype), _WHERE)
                 if y.dtype != dtype:
                     seen = str(y.dtype).removeprefix("torch.")
-                    evidence = "later operations compute in that dtype, at its speed and memory use"
-                    log.add("output-dtype", evidence, severity, what=name, dtype=seen)
+                    log.add("output-dtype", severity=severity, what=name, dtype=seen)
     if log.subject.way.takes_keys and log.subject.most_heads is None:
         with log.check("k may have fewer heads than q") as fresh:
             _grouped(log, fresh)
@@ -275,13 +269,13 @@ def _grouped(log: Log, subject: Subject) -> None:
         seen = torch.cat(subject.rotate_all([q.clone(), k.clone()], _WHERE), 1)
         size = apart(seen, torch.cat((wide[0], wide[1][:, :2]), 1))
         if size > _SAME:
-            log.add("grouped", f"the results of two calls differ by up to {size:.3g}")
+            log.add("grouped", size=size)
 
 
 # --- earlier calls, and the length of a call ------------------------------------------------------
 
-# Positions whose results are compared; one more token sets the length of a call.
-_FEW = (0, 1, 5, 7)
+#: Positions whose results are compared; one more token sets the length of a call.
+FEW = (0, 1, 5, 7)
 _LENGTHS = (16, 100, 600, 2500, 5000, 12_000, 40_000)
 
 
@@ -292,19 +286,19 @@ def lengths_of(log: Log) -> list[int]:
     if isinstance(original, int):
         wanted |= {original // 2, original + 2, original * 3 // 2, original * 3}
     most = log.longest if log.subject.way.takes_ids else min(log.longest, 12_000)
-    return sorted(length for length in wanted if len(_FEW) * 2 < length <= most)
+    return sorted(length for length in wanted if len(FEW) * 2 < length <= most)
 
 
 def _rotate_few(subject: Subject, length: int) -> torch.Tensor | None:
     """Rotate a few tokens, the last at position length - 1; return None if the call is refused."""
     try:
-        return subject.rotate(_few(subject), [*_FEW, length - 1]).detach()
+        return subject.rotate(_few(subject), [*FEW, length - 1]).detach()
     except CallFailed:
         return None
 
 
 def _few(subject: Subject) -> torch.Tensor:
-    return subject.random(1, 2, len(_FEW) + 1, seed=3)
+    return subject.random(1, 2, len(FEW) + 1, seed=3)
 
 
 def check_equal(log: Log) -> None:
@@ -317,7 +311,7 @@ def check_equal(log: Log) -> None:
         if not bool(results[0].isfinite().all()):
             log.add("not-finite", "tokens at positions near 0")
         elif size > 0:
-            log.add("nondeterminism", f"the results of equal calls differ by up to {size:.3g}")
+            log.add("nondeterminism", size=size)
 
 
 def check_memory(log: Log) -> None:
@@ -328,7 +322,7 @@ def check_memory(log: Log) -> None:
     with log.check("results do not depend on earlier calls") as fresh:
         _history(log, fresh)
     if log.found("history"):
-        if log.subject.can_be_fresh:
+        if log.subject.make is not None:
             log.subject = replace(log.subject, renew=True)
         log.measure_near()  # after long calls, those near 0 may have other results
     with log.check("results do not depend on later tokens"):
@@ -347,18 +341,11 @@ def _history(log: Log, subject: Subject) -> None:
             if before is None or after is None:
                 continue
             if (size := apart(before, after)) > _SAME:
-                log.add(
-                    "history",
-                    f"positions up to {length - 1:,}, before and after {how} calls: the results "
-                    f"differ by up to {size:.3g}",
-                    what="The result of a call",
-                    how=f": after a {how} one it differs",
-                )
+                log.add("history", last=length - 1, how=how, size=size)
                 return
     for length in every:
         if (rising[length] is None) != (falling[length] is None):
-            evidence = f"one with positions up to {length - 1:,} is refused only before or only after a longer one"
-            log.add("history", evidence, what="Whether a call is refused", how="")
+            log.add("history/refused", last=length - 1)
 
 
 def _length(log: Log) -> None:
@@ -368,12 +355,8 @@ def _length(log: Log) -> None:
         longer = _rotate_few(log.subject.fresh(), length)
         if longer is None:
             return
-        if size := log.near.off(longer[:, :, :-1], x, torch.tensor([_FEW])):
-            log.add_length(
-                f"tokens at {', '.join(map(str, _FEW))} alone, and with one at {length - 1:,}: the results "
-                f"differ by up to {size:.3g}. Keys cached at one length do not fit queries at another",
-                length,
-            )
+        if size := log.near.off(longer[:, :, :-1], x, torch.tensor([FEW])):
+            log.add_length(length, size)
             log.limit = same
             return
         same = length

@@ -1,28 +1,29 @@
 """Compare two rotary functions: whether they agree to the bit, and if not, where they part.
 
-Each function is measured by itself, in the order in which a rotation is computed: channels, positions,
-frequencies, angles, tables, roundings. The first step that differs is where the two part; later steps are
-compared too, because each is measured with the function's own earlier ones.
+Both are measured by the one measurement of an audit, and their profiles are compared in the order in which a rotation
+is computed: channels, positions, frequencies, angles, tables, roundings. The first step that differs is where the two
+part; later steps are compared too, because each is measured with the function's own earlier ones.
 """
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from tightrope._errors import bad_value, public
 from tightrope.spec import RopeSpec
 
-from ._arithmetic import arithmetic_of, shares_of
 from ._audit import check_all, check_options
-from ._call import CallFailed, Subject, undisturbed
-from ._frequencies import identity_of, is_of
+from ._bits import Bits, bits_of, shares_of
+from ._call import CallFailed, undisturbed
+from ._faults import DIFFERENCES
+from ._frequencies import is_of
 from ._log import Log
 from ._near import Near, apart
-from ._profile import NARROW, ODD, SHORT, Angles, Profile, differences, measure, wrapped
+from ._profile import NARROW, ODD, SHORT, Profile, measure, wrapped
 from ._report import Comparison, Difference
 from ._search import Hints, NoCallFound
 from ._targets import Target, names_stack, resolve, subject_of
@@ -96,21 +97,15 @@ def compare(  # noqa: PLR0913  (one argument for each option)
     check_options(spec, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)
     hints.check()
-    profiles, logs = [], []
+    sides: list[_Side] = []
     with undisturbed():
         try:
             for target in targets:
-                subject = subject_of(target, hints, spec, device)
-                farthest = _FARTHEST if subject.way.takes_ids else _MOST_TOKENS
-                log = Log(target.name, subject, None, (torch.float32,), farthest)
-                log.recorded = target.recorded
-                with suppress(CallFailed):
-                    check_all(log)
-                logs.append(log)
-                profiles.append(_profile_of(log.subject.fresh(), target.name))
+                sides.append(_measured(target, hints, spec, device))
                 # The call of the second is found by trying.
-                hints = Hints(head_dim=head_dim or targets[1].head_dim or subject.head_dim)
-            return _compared(targets, logs, *profiles)
+                dim = head_dim or targets[1].head_dim or sides[0].profile.subject.head_dim
+                hints = Hints(head_dim=dim)
+            return _compared(*sides)
         except NoCallFound as error:
             raise bad_value(
                 f"{target.name} must return a rotated x of the same shape but no call was found that "
@@ -118,13 +113,6 @@ def compare(  # noqa: PLR0913  (one argument for each option)
             ) from None
         except CallFailed as error:
             raise bad_value(f"every call must succeed but one failed later: {error}") from None
-
-
-def _profile_of(subject: Subject, name: str) -> Profile:
-    profile = measure(subject, Near.of(subject))
-    if not profile.pairs or profile.tangled:
-        raise bad_value(f"{name} must rotate pairs of channels but does not")
-    return profile
 
 
 def _targets(
@@ -140,6 +128,26 @@ def _targets(
         return [found(first, make, spec or other.spec), other]
     own = found(first, make, None)
     return [own, found(second, False, spec or own.spec)]
+
+
+class _Side(NamedTuple):
+    """One of the functions: its target, what an audit finds of it, and its profile."""
+
+    target: Target
+    log: Log
+    profile: Profile
+
+
+def _measured(target: Target, hints: Hints, spec: RopeSpec | None, device: str) -> _Side:
+    subject = subject_of(target, hints, spec, device)
+    farthest = _FARTHEST if subject.way.takes_ids else _MOST_TOKENS
+    log = Log(target.name, subject, None, (torch.float32,), farthest, recorded=target.recorded)
+    with suppress(CallFailed):
+        check_all(log)
+    profile = measure(log.subject.fresh(), Near.of(log.subject))
+    if not profile.pairs or profile.tangled:
+        raise bad_value(f"{target.name} must rotate pairs of channels but does not")
+    return _Side(target, log, profile)
 
 
 # --- two functions --------------------------------------------------------------------------
@@ -164,195 +172,171 @@ class _Steps:
         """True if a function takes tables, so that its positions, frequencies and angles are the audit's."""
         return any(p.subject.way.form.takes_tables for p in (self.a, self.b))
 
-    def add(self, code: str, sentence: str, evidence: str) -> None:
+    @property
+    def aligned(self) -> bool:
+        """False if angles at position 0 differ and no whole number of positions explains it.
+
+        All angles of the two are then rounded from different values.
+        """
+        return torch.allclose(self.a.starts, self.b.starts, rtol=0, atol=1e-4)
+
+    def odd(self, more: tuple[int, ...] = ()) -> list[int]:
+        """Positions that show how angles are rounded, as far as both functions accept them."""
+        least, most = max(self.a.shift, self.b.shift), min(self.a.reach, self.b.reach)
+        return [p for p in (*ODD[1:], *more) if least <= p < most]
+
+    def add_once(self, code: str, sentence: str, evidence: str) -> None:
         """Add a difference, once per code."""
         if all(each.code != code for each in self.found):
             self.found.append(Difference(code, sentence, evidence))
 
-    def fact(self, name: str, one: str, other: str, code: str, sentence: str) -> None:
+    def add(self, kind: str, **words: Any) -> None:
+        """Add a difference of a kind, whose text is filled in with words."""
+        sentence, evidence = (text.format(**words) for text in DIFFERENCES[kind])
+        self.add_once(kind.partition("/")[0], sentence, evidence)
+
+    def fact(self, name: str, one: str, other: str, kind: str, **words: Any) -> None:
         """Add a fact, and a difference if the functions do not have it in common."""
         self.facts[name] = one, other
         if one != other:
-            self.add(code, sentence, f"the first: {one}; the second: {other}")
+            self.add(kind, first=one, second=other, **words)
 
 
-def _compared(targets: list[Target], logs: list[Log], a: Profile, b: Profile) -> Comparison:
-    steps = _Steps(_if_rounded(a, b), _if_rounded(b, a))
-    a, b = steps.a, steps.b
-    _compare_findings(steps, logs, _MISLEADING)
+def _compared(first: _Side, second: _Side) -> Comparison:
+    a = _aligned(first.profile, second.profile)
+    steps = _Steps(a, _aligned(second.profile, a))
+    _compare_findings(steps, first.log, second.log, _MISLEADING)
     _compare_channels(steps)
-    dtypes: tuple[torch.dtype, ...] = _DTYPES
-    if len(a.pairs) == len(b.pairs):
+    counted = [*_DTYPES]
+    if len(steps.a.pairs) == len(steps.b.pairs):
         if not steps.gets_tables:
-            _compare_frequencies(steps, targets)
-        dtypes = _compare_arithmetic(steps, *_compare_angles(steps))
-    _compare_findings(steps, logs, _FURTHER)
-    shares = shares_of(a, b, dtypes)
-    if not steps.found and not any(part for share in shares.values() for part in share):
+            _compare_frequencies(steps, first, second)
+        odd = steps.odd((65537, 1_048_573))
+        tables = _compare_angles(steps, odd)
+        counted = [dtype for dtype in counted if _compare_bits(steps, dtype, odd, tables)]
+    _compare_findings(steps, first.log, second.log, _FURTHER)
+    shares = shares_of(steps.a, steps.b, counted)
+    differ = any(part for share in shares.values() for part in share)
+    if not steps.found and not differ:
         _compare_calls(steps)
-    if not steps.found and any(part for share in shares.values() for part in share):
-        steps.add(
-            "unexplained",
-            "Results differ for a reason that the comparison does not know.",
-            "channels, frequencies, angles, tables and roundings are the same",
-        )
-    return Comparison(targets[0].name, targets[1].name, steps.facts, tuple(steps.found), shares)
+    elif not steps.found:
+        steps.add("unexplained")
+    names = first.target.name, second.target.name
+    return Comparison(*names, steps.facts, tuple(steps.found), shares)
 
 
-def _if_rounded(own: Profile, other: Profile) -> Profile:
-    """Return the profile with the other's frequencies if these, with angles rounded to 16 bits, give its angles.
+def _aligned(own: Profile, other: Profile) -> Profile:
+    """Return the profile with the other's frequencies where rounded angles do not tell these from its own.
 
     With an offset or tables in 16 bits, its own angles alone do not show that they are rounded.
     """
-    alike = len(own.pairs) == len(other.pairs)
-    if not alike or own.rounded is not None or not (own.shift or own.table in NARROW):
+    if len(own.pairs) != len(other.pairs):
         return own
-    omegas = own.sign * other.omegas.abs()
-    tried = replace(own, omegas=omegas, intercepts=own.shift * omegas)
-    odd = [p for p in ODD if own.shift <= p < own.reach]
-    seen = own.tables(own.given(odd)) / own.amplitude
-    how = tried.explain(omegas, odd, seen, max(5e-3, 2 * own.noise))
+    theirs = own.sign * other.omegas.abs()
+    if own.rounded is not None:
+        near = (own.omegas - theirs).abs() <= own.blur + other.blur
+        return replace(own, omegas=torch.where(near, theirs, own.omegas))
+    if not own.shift and own.table not in NARROW:
+        return own
+    tried = replace(own, omegas=theirs, intercepts=own.shift * theirs)
+    odd = _Steps(own, own).odd()
+    how = tried.explain(theirs, odd, own.tables(own.given(odd)) / own.amplitude, _tolerance(own))
     if how is None or how.product not in NARROW:
         return own
-    widths = omegas.abs() * torch.finfo(how.product).eps
-    return replace(tried, rounded=how.product, widths=widths)
+    return replace(tried, rounded=how.product, widths=theirs.abs() * torch.finfo(how.product).eps)
 
 
-def _compare_findings(steps: _Steps, logs: list[Log], codes: frozenset[str]) -> None:
+def _tolerance(profile: Profile) -> float:
+    return max(5e-3, 2 * profile.noise)
+
+
+def _compare_findings(steps: _Steps, first: Log, second: Log, codes: frozenset[str]) -> None:
     """Report what an audit finds of one function and not of the other."""
-    first, second = logs
     for which, own, other in (("first", first, second), ("second", second, first)):
         for each in own.findings:
             if each.code in codes and not other.found(each.code):
-                steps.add(each.code, each.sentence, f"the {which} alone: {each.evidence}")
-
-
-def _compare_calls(steps: _Steps) -> None:
-    """Compare the results of further calls to the bit; those that a function refuses are left out."""
-    subjects = [
-        replace(p.subject, one_row=False, one_head=False).fresh() for p in (steps.a, steps.b)
-    ]
-    if len({s.way.form.takes_tables for s in subjects}) > 1:
-        return
-    heads = min(s.most_heads or 40 for s in subjects)
-    by_ids = all(s.way.takes_ids for s in subjects)
-    for what, (rows, most, where) in _CALLS.items():
-        if not by_ids and max(map(max, where)) >= _MOST_TOKENS:
-            continue
-        for grad in (True, False):
-            x = subjects[0].random(rows, min(heads, most), len(where[0]), seed=21)
-            ids = torch.tensor(where)
-            with suppress(CallFailed), torch.set_grad_enabled(grad):
-                one, other = (s.rotate(s.laid_out(x.clone()), ids).detach() for s in subjects)
-                if apart(one, other) > 0:
-                    mode = "" if grad else ", without gradients"
-                    steps.add(
-                        "calls",
-                        f"Results differ in a call with {what}{mode}.",
-                        f"by up to {apart(one, other):.4g}; in the other calls that were compared they are the same",
-                    )
-                    return
+                steps.add_once(each.code, each.sentence, f"the {which} alone: {each.evidence}")
 
 
 def _compare_channels(steps: _Steps) -> None:
-    a, b, add = steps.a, steps.b, steps.add
+    """Compare pairing, slice, order, direction and the angle at position 0."""
+    a, b = steps.a, steps.b
     one, other = (f"{p.start} to {p.start + p.rotary_dim - 1}" for p in (a, b))
-    steps.fact("pairing", a.pairing, b.pairing, "pairing", "Channels are paired differently.")
-    steps.fact("channels", one, other, "slice", "Other channels rotate.")
+    steps.fact("pairing", a.pairing, b.pairing, "pairing")
+    steps.fact("channels", one, other, "slice")
     if a.order != b.order:
-        add("channel-order", "Channels come out in different orders.", "of one function, reordered")
-    signs = [p.sign for p in (a, b)]
-    if signs[0] != signs[1]:
-        add("sign", "The functions rotate in opposite directions.", "angles have opposite signs")
-    evidence = ""
+        steps.add("channel-order")
+    if a.sign != b.sign:
+        steps.add("sign")
     if steps.gets_tables:
         return
     if a.shift != b.shift:
-        evidence = (
-            f"position 0 is rotated as position {a.shift} should be by the first, and as position "
-            f"{b.shift} by the second, a difference of {a.shift - b.shift:+d} positions"
-        )
+        steps.add("positions", first=a.shift, second=b.shift, ahead=a.shift - b.shift)
     elif len(a.pairs) == len(b.pairs):
-        gap = wrapped(a.starts * signs[0] - b.starts * signs[1])
+        gap = wrapped(a.starts * a.sign - b.starts * b.sign)
         k = int(gap.abs().argmax())
         if float(gap[k].abs()) > 1e-4:
-            shift = float(gap[k] / a.omegas[k].abs()) if float(a.omegas[k]) else math.nan
-            evidence = (
-                f"at position 0, pair {k} is turned by {float(gap[k]):+.6g} rad more by the first, which is "
-                f"{shift:+.4g} positions"
-            )
-    if evidence:
-        add("positions", "Positions count from different numbers.", evidence)
+            ahead = float(gap[k] / a.omegas[k].abs())
+            steps.add("positions/by-a-part", pair=k, gap=float(gap[k]), ahead=ahead)
 
 
-def _compare_frequencies(steps: _Steps, targets: list[Target]) -> None:
+def _compare_frequencies(steps: _Steps, one: _Side, other: _Side) -> None:
+    """Compare the frequencies, and the factor."""
     a, b = steps.a, steps.b
     first, second = a.omegas.abs(), b.omegas.abs()
-    gap = (first - second).abs()
+    gap, larger = (first - second).abs(), torch.maximum(first, second)
     # Two angles at the last tested position that differ by less than this are equal but for the cosine.
     limit = torch.maximum(a.blur, b.blur)
-    if _starts_differ(a, b):
-        limit = max(p.least / p.farthest for p in (a, b)) + 2.0**-22 * torch.maximum(first, second)
+    if not steps.aligned:
+        limit = max(p.least / p.farthest for p in (a, b)) + 2.0**-22 * larger
     if bool((gap > limit).any()):
-        relative = gap / torch.maximum(first, second).clamp(min=1e-300)
+        relative = gap / larger.clamp(min=1e-300)
         k = int(relative.argmax())
-        evidence = (
-            f"pair {k} turns by {float(first[k]):.12g} and {float(second[k]):.12g} rad per position, "
-            f"ratio {float(first[k] / second[k]) if float(second[k]) else math.inf:.9g}; "
-            f"{int((gap > limit).sum())} of {len(gap)} pairs differ"
-        )
-        one, other = _precision(first, second, limit), _precision(second, first, limit)
-        last = " in their last bits" * (float(relative.max()) < 2.0**-21)
-        if one != other:
-            steps.facts["frequencies"] = one, other
-            steps.add("frequency-dtype", "Frequencies are rounded to different dtypes.", evidence)
+        types = _precision(first, second, limit), _precision(second, first, limit)
+        kind, rules = "frequency-dtype", ""
+        if types[0] == types[1]:
+            kind, rules = _rules(one, other)
         else:
-            sentence, rules = _rules(steps, targets)
-            steps.add("frequencies", sentence or f"Frequencies differ{last}.", evidence + rules)
+            steps.facts["frequencies"] = types
+        steps.add(
+            kind,
+            pair=k,
+            first=float(first[k]),
+            second=float(second[k]),
+            count=int((gap > limit).sum()),
+            total=len(gap),
+            rules=rules,
+            ratio=float(first[k] / second[k]),
+            last=" in their last bits" * (float(relative.max()) < 2.0**-21),
+        )
     if abs(a.amplitude - b.amplitude) > max(a.noise, b.noise) * max(a.amplitude, b.amplitude):
         scales = f"{a.amplitude:.9g}", f"{b.amplitude:.9g}"
-        sentence = "Rotated channels are scaled by different factors."
-        steps.fact("attention factor", *scales, "attention-factor", sentence)
+        steps.fact("attention factor", *scales, "attention-factor")
 
 
-def _rules(steps: _Steps, targets: list[Target]) -> tuple[str, str]:
-    """Return a sentence about the rules of different frequencies, and more evidence; "" if one is not known."""
-    one, other = (
-        _rule_of(profile, target.spec)
-        for profile, target in zip((steps.a, steps.b), targets, strict=True)
-    )
+def _rules(first: _Side, second: _Side) -> tuple[str, str]:
+    """Return how the rules of different frequencies differ, as a kind of difference, and more evidence."""
+    one, other = map(_rule_of, (first, second))
     if one is None or other is None or _as_text(one) == _as_text(other):
-        return "", ""
-    evidence = f"; the first: {_as_text(one)}; the second: {_as_text(other)}"
+        return "frequencies", ""
+    kind = "frequencies/scaling"
     if one.scaling == other.scaling:
-        return "The bases of the frequencies differ.", evidence
-    if one.base == other.base and other.scaling is None:
-        return "The second does not apply the scaling of the first.", evidence
-    if one.base == other.base and one.scaling is None:
-        return "The first does not apply the scaling of the second.", evidence
-    return "Frequencies are scaled by different rules.", evidence
+        kind = "frequencies/base"
+    elif one.base == other.base and None in (one.scaling, other.scaling):
+        kind = f"frequencies/lost-by-{'first' if one.scaling is None else 'second'}"
+    return kind, f"; the first: {_as_text(one)}; the second: {_as_text(other)}"
 
 
 def _as_text(spec: RopeSpec) -> str:
     return f"base {spec.base:g}" + ("" if spec.scaling is None else f", {spec.scaling!r}")
 
 
-def _rule_of(profile: Profile, spec: RopeSpec | None) -> RopeSpec | None:
+def _rule_of(side: _Side) -> RopeSpec | None:
     """Return the declared spec if it has the measured frequencies, else the one that is identified, if any."""
-    if spec is not None and is_of(profile, spec):
+    spec, identity = side.target.spec, side.log.identity
+    if spec is not None and is_of(side.profile, spec):
         return spec
-    if profile.interleaved is None or len(profile.pairs) < 2:
-        return None
-    found = identity_of(profile)
-    return None if found.loose else found.spec
-
-
-def _starts_differ(a: Profile, b: Profile) -> bool:
-    """True if angles at position 0 differ and no whole number of positions explains it.
-
-    All angles of the two are then rounded from different values.
-    """
-    return not torch.allclose(a.starts, b.starts, rtol=0, atol=1e-4)
+    return None if identity is None or identity.loose else identity.spec
 
 
 def _precision(own: torch.Tensor, other: torch.Tensor, limit: torch.Tensor) -> str:
@@ -368,147 +352,106 @@ def _precision(own: torch.Tensor, other: torch.Tensor, limit: torch.Tensor) -> s
     return "float32" if is_rounded(torch.float32) else "more exact than float32"
 
 
-def _compare_angles(steps: _Steps) -> tuple[list[int], list[torch.Tensor]]:
-    """Compare angles at odd positions; return these positions and each function's float32 tables there."""
+def _compare_angles(steps: _Steps, odd: list[int]) -> list[torch.Tensor]:
+    """Compare angles at odd positions for float32 x; return each function's tables there."""
     a, b = steps.a, steps.b
-    odd = [
-        p
-        for p in (*ODD[1:], 65537, 1_048_573)
-        if max(a.shift, b.shift) <= p < min(a.reach, b.reach)
-    ]
     seen = [p.tables(p.given(odd)) for p in (a, b)]
-    if steps.gets_tables or _starts_differ(a, b):
+    if steps.gets_tables or not steps.aligned:
         steps.facts["angles"] = _NOT_COMPARED
-        return odd, seen
-    before = {each.code for each in steps.found}
+        return seen
     gap = torch.view_as_real(seen[0] - seen[1]).abs()
-    one, other = _angles_of(a, b, odd, seen[0]), _angles_of(b, a, odd, seen[1])
+    one, other = (_angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True))
     steps.facts["angles"] = one, other
     if one != other:
-        what = "position" if "positions" in one + other else "angle"
-        worst = int(gap.amax((1, 2)).argmax())
-        known = "unknown" not in (one, other)
-        steps.add(
-            f"{what}-dtype" if known else "angles",
-            f"{what.title()}s are rounded to different dtypes."
-            if known
-            else "Angles differ, and no rounding explains it.",
-            f"the first: {one}; the second: {other}; at position {odd[worst]:,} a cosine or sine differs by "
-            f"{float(gap.max()):.3g}",
-        )
-    elif not before and a.table == b.table and bool(gap.any()):
-        steps.add(
-            "cosines",
-            "Cosines and sines of the same angles differ in the last bit.",
-            f"{int((gap > 0).sum())} of {gap.numel()}, by up to {float(gap.max()):.3g}",
-        )
-    return odd, seen
+        kind = "position-dtype" if "positions" in one + other else "angle-dtype"
+        kind = "angles" if "unknown" in (one, other) else kind
+        worst = odd[int(gap.amax((1, 2)).argmax())]
+        steps.add(kind, first=one, second=other, position=worst, gap=float(gap.max()))
+    elif not steps.found and a.table == b.table and bool(gap.any()):
+        count, most = int((gap > 0).sum()), float(gap.max())
+        steps.add("cosines", count=count, total=gap.numel(), gap=most)
+    return seen
 
 
-def _angles_of(profile: Profile, other: Profile, positions: list[int], seen: torch.Tensor) -> str:
-    tolerance = max(5e-3, 2 * profile.noise)
-    seen = seen / profile.amplitude
-    omegas = profile.omegas
-    if profile.rounded is not None:
-        # Rounded angles show frequencies to few digits: those of the other function may be the same.
-        nearby = (omegas.abs() - other.omegas.abs()).abs() <= profile.blur + other.blur
-        omegas = torch.where(nearby, profile.sign * other.omegas.abs(), omegas)
-    found = profile.explain(omegas, positions, seen, tolerance)
+def _angles_of(profile: Profile, positions: list[int], seen: torch.Tensor) -> str:
+    ratio = seen / profile.amplitude
+    found = profile.explain(profile.omegas, positions, ratio, _tolerance(profile))
     if found is None and profile.rounded is not None:
         return SHORT[profile.rounded]
     return "unknown" if found is None else str(found)
 
 
-def _compare_arithmetic(
-    steps: _Steps, odd: list[int], tables: list[torch.Tensor]
-) -> tuple[torch.dtype, ...]:
-    """Compare tables and roundings for each dtype of x; return the dtypes whose results can be compared."""
-    counted = [*_DTYPES]
-    profiles = steps.a, steps.b
-    for dtype in _DTYPES:
-        name = SHORT[dtype]
-        try:
-            own, known = tables, True
-            if dtype != torch.float32 and not steps.gets_tables:
-                own, known = _compare_dtype(steps, tables, dtype, odd)
-            # An angle in float16 may be infinite, which has no cosine.
-            fits = torch.stack(own).isfinite().all(-1).all(0)
-            where = [p for p, fit in zip(odd, fits.tolist(), strict=True) if fit]
-            one, other = (
-                arithmetic_of(p, dtype, where, t[fits]) for p, t in zip(profiles, own, strict=True)
-            )
-        except CallFailed:
-            continue  # the shares of differing results show that a function refuses this dtype
-        if not known and not (one.forward and other.forward):
-            steps.facts[f"rounding, {name}"] = _NOT_COMPARED
-            continue
-        if not steps.gets_tables:
-            steps.fact(
-                *(f"tables, {name}", one.table, other.table, "table-dtype"),
-                f"Cosines and sines have different dtypes, for {name} x.",
-            )
-        elif one.table != other.table and dtype != torch.float32:
-            counted.remove(dtype)
-            steps.facts[f"tables, {name}"] = one.table, other.table
-            steps.facts[f"results, {name}"] = _NOT_COMPARED
-        for code, fact, what, first, second in (
-            ("rounding", "rounding", "Results", one.forward, other.forward),
-            ("gradient-rounding", "rounding of gradients", "Gradients", one.back, other.back),
-        ):
-            shown = _named(first), _named(second)
-            sentence = f"{what} are rounded at different places, for {name} x."
-            if (first is None) != (second is None):
-                code, sentence = "gradient-missing", f"One has no gradients, for {name} x."
-            if first and second and not {*first}.isdisjoint(second):
-                steps.facts[f"{fact}, {name}"] = shown
-            else:
-                steps.fact(f"{fact}, {name}", *shown, code, sentence)
-    return tuple(counted)
+def _compare_bits(
+    steps: _Steps, dtype: torch.dtype, odd: list[int], tables: list[torch.Tensor]
+) -> bool:
+    """Compare tables and roundings for x of one dtype; return whether its results can be compared."""
+    name = SHORT[dtype]
+    try:
+        one, other = (
+            bits_of(p, dtype, odd, table)
+            for p, table in zip((steps.a, steps.b), tables, strict=True)
+        )
+    except CallFailed:
+        return True  # the shares of differing results show that a function refuses this dtype
+    if not steps.gets_tables:
+        _compare_types(steps, name, one, other)
+    if not (one.known and other.known) and not (one.forward and other.forward):
+        steps.facts[f"rounding, {name}"] = _NOT_COMPARED
+        return True
+    same = not steps.gets_tables or one.table == other.table or dtype == torch.float32
+    if not steps.gets_tables:
+        steps.fact(f"tables, {name}", one.table, other.table, "table-dtype", dtype=name)
+    elif not same:
+        steps.facts[f"tables, {name}"] = one.table, other.table
+        steps.facts[f"results, {name}"] = _NOT_COMPARED
+    for kind, fact, first, second in (
+        ("rounding", "rounding", one.forward, other.forward),
+        ("gradient-rounding", "rounding of gradients", one.back, other.back),
+    ):
+        if (first is None) != (second is None):
+            kind = "gradient-missing"
+        shown = _named(first), _named(second)
+        if first and second and {*first} & {*second}:
+            steps.facts[f"{fact}, {name}"] = shown
+        else:
+            steps.fact(f"{fact}, {name}", *shown, kind, dtype=name)
+    return same
 
 
 def _named(roundings: tuple[str, ...] | None) -> str:
     return "no gradients" if roundings is None else " or ".join(roundings) or "unknown"
 
 
-def _compare_dtype(
-    steps: _Steps, tables: list[torch.Tensor], dtype: torch.dtype, odd: list[int]
-) -> tuple[list[torch.Tensor], bool]:
-    """Report angles that one function rounds for this dtype of x and not for float32 x.
-
-    Return each function's float32 tables for this dtype, and whether they are known.
-    """
-    name, limit = SHORT[dtype], 2 * torch.finfo(dtype).eps
-    exact: Angles | None = Angles(torch.float64, torch.float64, torch.float64)
-    found: list[tuple[Angles | None, float, int]] = []
-    own, known, narrow = [], True, []
-    for profile, table in zip((steps.a, steps.b), tables, strict=True):
-        seen = profile.tables(profile.given(odd), dtype)
-        off = differences(seen, table).amax(1)
-        worst, how = int(off.argmax()), exact
-        if float(off[worst]) > limit * max(1.0, profile.amplitude):
-            how = profile.explain(
-                *(profile.omegas, odd, seen / profile.amplitude, limit),
-                (torch.float64, *NARROW),
-            )
-            if how is not None and not profile.shift:
-                angles = how.at(odd, profile.omegas).float()
-                turned = torch.complex(angles.cos(), angles.sin()).to(torch.complex128)
-                table = profile.amplitude * turned
-            else:
-                known = False
-        found.append((how, float(off[worst]), odd[worst]))
-        own.append(table)
-        narrow.append(torch.view_as_real(seen).nan_to_num())
-    if torch.equal(*narrow) or found[0][0] == found[1][0] is not None:
-        return own, known
-    for which, (how, size, position) in zip(("first", "second"), found, strict=True):
-        evidence = f"the {which}: at position {position:,} a cosine or sine changes by {size:.3g}"
-        if how is None:
-            sentence = f"One function computes other angles for {name} x than for float32 x."
-            steps.add("angle-dtype", sentence, evidence)
-        for what, rounded in zip(("position", "frequency", "angle"), how or ()):
+def _compare_types(steps: _Steps, name: str, one: Bits, other: Bits) -> None:
+    """Report angles that one function rounds for x of a dtype and not for float32 x."""
+    bits = [torch.view_as_real(each.seen).nan_to_num() for each in (one, other)]
+    if torch.equal(*bits) or one.angles == other.angles is not None:
+        return
+    for which, each in (("first", one), ("second", other)):
+        words = {"dtype": name, "which": which, "evidence": each.evidence}
+        if each.angles is None:
+            steps.add("angle-dtype/others-by-x", **words)
+        for what, rounded in zip(("position", "frequency", "angle"), each.angles or ()):
             if rounded in NARROW:
-                plural = "frequencies" if what == "frequency" else f"{what}s"
-                sentence = f"One function rounds {plural} to {SHORT[rounded]}, for {name} x."
-                steps.add(f"{what}-dtype", sentence, evidence)
-    return own, known
+                steps.add(f"{what}-dtype/by-x", to=SHORT[rounded], **words)
+
+
+def _compare_calls(steps: _Steps) -> None:
+    """Compare the results of further calls to the bit; those that a function refuses are left out."""
+    subjects = [
+        replace(p.subject, one_row=False, one_head=False).fresh() for p in (steps.a, steps.b)
+    ]
+    if len({s.way.form.takes_tables for s in subjects}) > 1:
+        return
+    heads = min(s.most_heads or 40 for s in subjects)
+    by_ids = all(s.way.takes_ids for s in subjects)
+    for what, (rows, most, where) in _CALLS.items():
+        if not by_ids and max(map(max, where)) >= _MOST_TOKENS:
+            continue
+        x = subjects[0].random(rows, min(heads, most), len(where[0]), seed=21)
+        for mode in ("", ", without gradients"):
+            with suppress(CallFailed), torch.set_grad_enabled(not mode):
+                y, z = (s.rotate(s.laid_out(x.clone()), where).detach() for s in subjects)
+                if apart(y, z) > 0:
+                    steps.add("calls", what=what, mode=mode, gap=apart(y, z))
+                    return

@@ -1,4 +1,4 @@
-"""The faults that an audit names: the rows of faults.txt."""
+"""The words of the audit: the faults that it names, and the differences that a comparison names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ _ROTATE = "call tightrope.functional.rotate(x, {spec}, positions{layout})"
 
 
 class Fault(NamedTuple):
-    """A kind of finding.
+    """A kind of finding; its words have names in braces that are filled in where a finding is added.
 
     Attributes:
         severity: the usual one: "error", "warning" or "note".
-        sentence: the fault in one sentence, with words in braces that are filled in where a finding is added.
+        sentence: the fault in one sentence.
         mend: what to call or to change.
+        evidence: the numbers that show it; "" if they are given where a finding is added.
     """
 
     severity: str
     sentence: str
     mend: str
+    evidence: str = ""
 
     def mended(self, spec: str, layout: str, words: Mapping[str, object]) -> str:
         """Return what mends a finding.
@@ -37,14 +39,20 @@ class Fault(NamedTuple):
         return text
 
 
-def _read(text: str) -> Iterator[tuple[str, Fault]]:
-    """Yield the kinds under the headings of severities; three lines each."""
+def _rows(name: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the lines of each row of a file, with the heading above it."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     for part in text.split("\n# ")[1:]:
-        severity, *rows = part.strip().split("\n\n")
-        for row in rows:
-            kind, sentence, mend = row.splitlines()
-            yield kind, Fault(severity, sentence, mend.replace("ROTATE", _ROTATE))
+        heading, *rows = part.strip().split("\n\n")
+        yield from ((heading, row.splitlines()) for row in rows)
 
 
 #: By their kinds; the code of a finding is its kind up to a slash.
-FAULTS = dict(_read(Path(__file__).with_name("faults.txt").read_text(encoding="utf-8")))
+FAULTS = {
+    kind: Fault(severity, sentence, mend.replace("ROTATE", _ROTATE), *evidence)
+    for severity, (kind, sentence, mend, *evidence) in _rows("faults.txt")
+}
+#: Sentence and evidence of each kind of difference.
+DIFFERENCES = {
+    kind: (sentence, evidence) for _, (kind, sentence, evidence) in _rows("differences.txt")
+}

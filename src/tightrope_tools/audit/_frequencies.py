@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from tightrope.spec import RopeSpec
 
-from ._identify import Identity, identify
+from ._identify import identify
 from ._log import Log
 from ._profile import Profile, pairs_of, wrapped
 
@@ -61,23 +62,14 @@ def name_rule(log: Log, profile: Profile) -> None:
     if len(profile.pairs) == 1 and profile.interleaved is None:
         log.facts["frequencies"] = f"{float(profile.omegas[0].abs()):.6g} rad per position"
         return
-    log.identity = identity_of(profile)
+    measured = dict(zip(profile.pairs, profile.omegas.abs().tolist()))
+    omegas = [measured.get(pair, 0.0) for pair in profile.slots]
+    where: dict[str, Any] = {"start": profile.start, "interleaved": bool(profile.interleaved)}
+    make = partial(RopeSpec, profile.subject.head_dim, rotary_dim=profile.rotary_dim, **where)
+    noise = 2 * profile.noise / profile.farthest
+    log.identity = identify(omegas, make, profile.amplitude, noise)
     text = log.identity.text
     log.facts["frequencies"] = f"about {text}" if log.identity.loose else text
-
-
-def identity_of(profile: Profile) -> Identity:
-    """Return the rule behind the measured frequencies; needs a pairing."""
-    measured = dict(zip(profile.pairs, profile.omegas.abs().tolist()))
-    return identify(
-        [measured.get(pair, 0.0) for pair in profile.slots],
-        profile.amplitude,
-        noise=2 * profile.noise / profile.farthest,
-        head_dim=profile.subject.head_dim,
-        rotary_dim=profile.rotary_dim,
-        start=profile.start,
-        interleaved=bool(profile.interleaved),
-    )
 
 
 def is_of(profile: Profile, spec: RopeSpec) -> bool:
@@ -101,12 +93,8 @@ def check_record(log: Log, profile: Profile) -> None:
     with log.check("pairing is that of the conversion record"):
         if log.recorded != profile.interleaved:
             u, v = profile.pairs[0]
-            log.add(
-                "record",
-                f"channel {u} turns with channel {v}; the weights give fluent nonsense with this code",
-                recorded=_PAIRINGS[log.recorded],
-                seen=_PAIRINGS[profile.interleaved],
-            )
+            recorded, seen = _PAIRINGS[log.recorded], _PAIRINGS[profile.interleaved]
+            log.add("record", recorded=recorded, seen=seen, u=u, v=v)
 
 
 def check_declared(log: Log, spec: RopeSpec, profile: Profile) -> bool:
@@ -136,24 +124,19 @@ def _pairing(log: Log, spec: RopeSpec, profile: Profile) -> bool:
             return True
     u, v = profile.pairs[0]
     if profile.interleaved is not None and profile.interleaved != spec.interleaved:
-        log.add(
-            "pairing",
-            f"channel {u} turns with channel {v}, not with {meant[0].second}; weights made for one pairing "
-            "give fluent nonsense with the other",
-            seen=_PAIRINGS[profile.interleaved],
-            meant=_PAIRINGS[spec.interleaved],
-        )
+        seen, declared = _PAIRINGS[profile.interleaved], _PAIRINGS[spec.interleaved]
+        log.add("pairing", seen=seen, meant=declared, u=u, v=v, other=meant[0].second)
         return False
-    evidence = f"{len(profile.pairs)} pairs turn, the first being channels {u} and {v}"
+    words: dict[str, Any] = {"count": len(profile.pairs), "u": u, "v": v, "part": ""}
     if part := _declared_part(log, spec, profile):
         # The base of these frequencies over the channels that turn is no one's.
         log.facts["frequencies"] = part
-        evidence += f", by {part}"
+        words["part"] = f", by {part}"
         if profile.interleaved is False and profile.rotary_dim != spec.rotary_dim:
-            add_distance(log, profile, spec, evidence)
+            add_distance(log, profile, spec, **words)
             return False
     seen, declared = (f"{p.start} to {p.start + p.rotary_dim - 1}" for p in (profile, spec))
-    log.add("slice", evidence, seen=seen, meant=declared)
+    log.add("slice", seen=seen, meant=declared, **words)
     return False
 
 
@@ -169,12 +152,14 @@ def _declared_part(log: Log, spec: RopeSpec, profile: Profile) -> str:
     return "the declared ones" if every else f"the first {count} of {len(meant)} declared ones"
 
 
-def add_distance(log: Log, profile: Profile, spec: RopeSpec, evidence: str) -> None:
+def add_distance(
+    log: Log, profile: Profile, spec: RopeSpec, kind: str = "pairing/distance", **words: Any
+) -> None:
     """Report pairs whose channels are closer or farther apart than those of the spec."""
     meant = pairs_of(spec)[0]
-    seen, declared = min(profile.distances), meant.second - meant.first
-    words = f"i with i + {declared}"
-    log.add("pairing/distance", evidence, seen=f"i with i + {seen}", meant=words)
+    steps = min(profile.distances), meant.second - meant.first
+    seen, declared = (f"i with i + {step}" for step in steps)
+    log.add(kind, seen=seen, meant=declared, **words)
 
 
 def _frequencies(log: Log, spec: RopeSpec, profile: Profile) -> bool:
@@ -250,8 +235,7 @@ def check_identity(log: Log, profile: Profile) -> None:
             # Interleaved pairs of which the last never turn look the same, as in a proportional rule.
             log.add(
                 "denominator/or-base",
-                "declare the intended rotation with spec=",
-                "note" if profile.interleaved else "warning",
+                severity="note" if profile.interleaved else "warning",
                 spec=replace(identity.spec, base=identity.by_head_dim),
                 seen=identity.spec.base,
                 base=identity.by_head_dim,
@@ -282,8 +266,4 @@ def check_axes(log: Log, spec: RopeSpec, profile: Profile) -> None:
             for k, ((u, v), own) in enumerate(zip(pairs_of(spec), owners)):
                 if not slow[k] and bool(moved[u] | moved[v]) != (own == axis):
                     does = "does not turn" if own == axis else "turns"
-                    log.add(
-                        "axes",
-                        f"coordinate {axis} {does} pair {k} (channels {u} and {v}), which is declared for "
-                        f"coordinate {own}",
-                    )
+                    log.add("axes", axis=axis, does=does, k=k, u=u, v=v, own=own)

@@ -56,7 +56,7 @@ class Log:
     def add(
         self,
         kind: str,
-        evidence: str,
+        evidence: str = "",
         severity: str | None = None,
         *,
         spec: RopeSpec | None = None,
@@ -66,9 +66,10 @@ class Log:
 
         Args:
             kind: its kind in :mod:`._faults`.
+            evidence: by default that of the kind.
             severity: by default that of the kind.
             spec: the rotation that its mend calls; by default the declared or the identified one.
-            words: what the sentence is filled in with.
+            words: what sentence and evidence are filled in with.
         """
         code, fault = kind.partition("/")[0].format(**words), FAULTS[kind]
         if self.found(code):
@@ -77,13 +78,14 @@ class Log:
         text = "spec" if spec is None else repr(spec)
         mend = fault.mended(text, self.subject.way.layout, words)
         sentence = fault.sentence.format(**words)
+        evidence = evidence or fault.evidence.format(**words)
         self.findings.append(Finding(code, severity or fault.severity, sentence, evidence, mend))
 
-    def add_length(self, evidence: str, length: int) -> None:
+    def add_length(self, length: int, size: float) -> None:
         """Add the finding that the frequencies depend on the length of the call; a note if that is declared."""
         self.facts["depends on length"] = f"yes, first seen in calls of {length:,} positions"
         declared = self.spec is not None and self.spec.by_length
-        self.add("length", evidence, "note" if declared else "warning")
+        self.add("length", severity="note" if declared else "warning", last=length - 1, size=size)
 
     def measure_near(self) -> None:
         """Measure the matrices from which the results of other calls are predicted.

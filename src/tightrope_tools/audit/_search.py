@@ -228,26 +228,25 @@ def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
 def _gives_tables(subject: Subject) -> tuple[Subject, str]:
     ids = subject.ids(torch.arange(1, _TOKENS + 1), _ROWS)
     x = subject.random(_ROWS, _HEADS, _TOKENS)
-    result = subject.run({"x": x, "positions": subject._positions(ids)})
-    pair = isinstance(result, tuple) and len(result) == 2
-    if not pair or not all(isinstance(table, torch.Tensor) for table in result):
-        raise CallFailed("it does not return (cos, sin)")
-    cos, sin = result
-    wanted = (_TOKENS,) if subject.way.shared_positions else (_ROWS, _TOKENS)
-    if cos.shape != sin.shape or tuple(cos.shape[:-1]) != wanted:
-        lead = ", ".join(map(str, wanted))
+    made = subject.run({"x": x, "positions": subject._positions(ids)})
+    made = made if isinstance(made, tuple) else (made,)
+    shapes = [tuple(t.shape) for t in made if isinstance(t, torch.Tensor)]
+    lead = (_TOKENS,) if subject.way.shared_positions else (_ROWS, _TOKENS)
+    if len(made) != 2 or len({*shapes}) != 1 or len(shapes) != 2 or shapes[0][:-1] != lead:
+        wanted = ", ".join(map(str, lead))
         raise CallFailed(
-            f"its tables must have shape ({lead}, channels) but have {tuple(cos.shape)}"
+            f"it must return cosines and sines of shape ({wanted}, channels) but returned {shapes}"
         )
-    narrow = {"cat": slice(cos.shape[-1] // 2), "repeat": slice(None, None, 2)}
+    count = shapes[0][-1]
+    narrow = {"cat": slice(count // 2), "repeat": slice(None, None, 2)}
     twice = (
         each
         for each, at in narrow.items()
-        if all(torch.equal(WIDTHS[each](t[..., at]), t) for t in (cos, sin))
+        if all(torch.equal(WIDTHS[each](t[..., at]), t) for t in made)
     )
     width = next(twice, "half")
     # The full width of the tables may exceed the guessed head_dim.
-    channels = cos.shape[-1] * (2 if width == "half" else 1)
+    channels = count * (2 if width == "half" else 1)
     way = replace(subject.way, width=width)
     fixed = replace(subject, way=way, head_dim=max(channels, subject.head_dim))
     y = fixed.rotate(fixed.random(_ROWS, _HEADS, _TOKENS), ids)

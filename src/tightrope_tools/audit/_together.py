@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from tightrope._errors import bad_value
-from tightrope_tools.forms import Call, calls_of, signature
+from tightrope_tools.forms import Argument, Call, calls_of, signature
 
+from ._call import passed
 from ._targets import Target
 
 # Roles of the parameters of a function that makes tables, by their names.
@@ -21,12 +22,6 @@ _NAMES = {
     "length": re.compile(r"len|^end$|^n$|size$"),
     "head_dim": re.compile(r"dim$|^d$"),
 }
-
-
-class _Parameter(NamedTuple):
-    role: str
-    name: str
-    keyword: bool
 
 
 def together(target: Target, partner: Target) -> Target:
@@ -49,19 +44,18 @@ def together(target: Target, partner: Target) -> Target:
             f"{partner.name} take{'s' * (applies[0] is None)} them"
         )
     last = 0 if applies[0] is not None else 1
-    call = applies[last]
+    call, maker = applies[last], (target, partner)[1 - last]
     assert call is not None  # noqa: S101
-    maker = (target, partner)[1 - last]
     given = _given(maker.fn)
     rest = [each.role for each in call.arguments if each.role not in call.form.roles]
-    if {"positions"} & {each.role for each in given} and "positions" not in rest:
+    if any(each.role == "positions" for each in given) and "positions" not in rest:
         rest.append("positions")
     if "positions" not in rest and "seq_dim" not in rest:
         rest.append("seq_dim")
 
     def join(first: Callable[..., Any]) -> Together:
         both = first, partner.fn
-        return Together(both[1 - last], both[last], call, given, tuple(rest))
+        return Together(both[1 - last], both[last], call, given, rest)
 
     make = None if target.make is None else lambda: join(target.make())  # type: ignore[misc]
     name = f"{maker.name} with {(target, partner)[last].name}"
@@ -73,7 +67,7 @@ def _applied(fn: Callable[..., Any]) -> Call | None:
     return next((each for each in calls_of(fn) if each.form.takes_tables), None)
 
 
-def _given(fn: Callable[..., Any]) -> list[_Parameter]:
+def _given(fn: Callable[..., Any]) -> list[Argument]:
     """The arguments of a function that makes tables: those that it needs, and lengths that may be left out."""
     found = []
     seen = signature(fn)
@@ -84,10 +78,9 @@ def _given(fn: Callable[..., Any]) -> list[_Parameter]:
             needed or (role == "length" and each.default is None)
         ):
             by_name = not needed or each.kind is each.KEYWORD_ONLY
-            found.append(_Parameter(role or "x", each.name, by_name))
-    if [each.role for each in found] == ["x"] and not found[0].name.startswith(
-        ("x", "q", "hidden")
-    ):
+            found.append(Argument(role or "x", each.name, by_name))
+    tensor = re.compile("x|q|hidden")
+    if [each.role for each in found] == ["x"] and not tensor.match(str(found[0].name)):
         found = [found[0]._replace(role="positions")]
     return found
 
@@ -103,8 +96,8 @@ class Together(nn.Module):
         rotary: Callable[..., Any],
         apply: Callable[..., Any],
         call: Call,
-        given: list[_Parameter],
-        roles: tuple[str, ...],
+        given: list[Argument],
+        roles: list[str],
     ) -> None:
         super().__init__()
         self.rotary, self.apply_function = rotary, apply
@@ -119,13 +112,11 @@ class Together(nn.Module):
         if isinstance(where, torch.Tensor):
             length = int(where.max()) + 1 if where.numel() else 0
         known = {"x": x, "head_dim": x.shape[-1], "length": length, "positions": where}
-        positional = [known[each.role] for each in self.given if not each.keyword]
-        named = {each.name: known[each.role] for each in self.given if each.keyword}
+        positional, named = passed(self.given, known)
         made = self.rotary(*positional, **named)
         tables = [each for each in self.call.arguments if each.role in self.call.form.roles]
         held = made if len(tables) > 1 else (made,)
         values |= zip((each.role for each in tables), held, strict=True)
-        passed = [each for each in self.call.arguments if each.role in values]
-        positional = [values[each.role] for each in passed if not each.keyword]
-        named = {str(each.name): values[each.role] for each in passed if each.keyword}
+        used = [each for each in self.call.arguments if each.role in values]
+        positional, named = passed(used, values)
         return self.apply_function(*positional, **named)

@@ -1,0 +1,184 @@
+"""The roundings with which a function computes for x of one dtype, and the bits in which two functions differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ._call import CallFailed, gradient
+from ._profile import NARROW, SHORT, Angles, Profile, differences
+
+
+class Bits(NamedTuple):
+    """How a function computes for x of one dtype.
+
+    Attributes:
+        seen: its cosines and sines at some positions, complex128 ``[positions, pairs]``.
+        angles: the roundings of its angles beside those for float32 x; None if they differ and none explains them.
+        evidence: where its cosines and sines differ most from those for float32 x.
+        table: the dtype of cosines and sines, or "unknown".
+        forward: the roundings that give its results; empty if none do, or its tables are not known.
+        back: the roundings that give its gradients; None if there are no gradients.
+        known: whether its tables are known before they are rounded to the dtype of x.
+    """
+
+    seen: torch.Tensor
+    angles: Angles | None
+    evidence: str
+    table: str
+    forward: tuple[str, ...]
+    back: tuple[str, ...] | None
+    known: bool
+
+
+def bits_of(
+    profile: Profile, dtype: torch.dtype, positions: Sequence[int], wide: torch.Tensor
+) -> Bits:
+    """Find the dtype of the tables and the roundings that reproduce the function's results and gradients.
+
+    Args:
+        wide: what it has for cosines and sines at the positions for float32 x.
+    """
+    seen, limit = profile.tables(profile.given(positions), dtype), 2 * torch.finfo(dtype).eps
+    off = differences(seen, wide).amax(1)
+    worst = int(off.argmax())
+    evidence = (
+        f"at position {positions[worst]:,} a cosine or sine changes by {float(off[worst]):.3g}"
+    )
+    angles: Angles | None = Angles(torch.float64, torch.float64, torch.float64)
+    tables = {SHORT[dtype]: seen, "float32": wide}
+    if dtype == torch.float32:
+        tables = {SHORT[profile.table]: wide}
+    elif float(off[worst]) > limit * max(1.0, profile.amplitude):
+        types = (torch.float64, *NARROW)
+        ratio = seen / profile.amplitude
+        angles = profile.explain(profile.omegas, positions, ratio, limit, types)
+        del tables["float32"]
+        if angles is not None and not profile.shift:
+            turn = angles.at(positions, profile.omegas).float()
+            exact = torch.complex(turn.cos(), turn.sin()).to(torch.complex128)
+            tables["float32"] = profile.amplitude * exact
+    table, forward, back = _roundings(profile, dtype, positions, tables)
+    known = dtype == torch.float32 or "float32" in tables
+    return Bits(seen, angles, evidence, table, forward, back, known)
+
+
+def _roundings(
+    profile: Profile,
+    dtype: torch.dtype,
+    positions: Sequence[int],
+    tables: dict[str, torch.Tensor],
+) -> tuple[str, tuple[str, ...], tuple[str, ...] | None]:
+    """Return which of some tables reproduce results, and by which roundings results and gradients."""
+    # An angle in float16 may be infinite, which has no cosine.
+    finite = torch.stack([table.isfinite().all(1) for table in tables.values()]).all(0)
+    where = [p for p, fits in zip(positions, finite.tolist(), strict=True) if fits]
+    subject = profile.subject
+    x = subject.random(1, 1, len(where), dtype=dtype, seed=3).requires_grad_()
+    out = subject.random(1, 1, len(where), dtype=dtype, seed=4)
+    y = subject.rotate(x * 1.0, profile.given(where))
+    back = gradient(y, x, out)
+    for name, table in tables.items():
+        forward = _reproducing(profile, x, y, table[finite])
+        if forward and back is not None and profile.order is None:
+            return name, forward, _reproducing(profile, out, back, table[finite].conj())
+        if forward:
+            return name, forward, None if back is None else ()
+    return "unknown", (), None if back is None else ()
+
+
+def _reproducing(
+    profile: Profile, x: torch.Tensor, y: torch.Tensor, table: torch.Tensor
+) -> tuple[str, ...]:
+    """Return the roundings that give y for x ``[1, 1, tokens, channels]``, bit for bit."""
+    x, y = (t.detach().cpu()[0, 0] for t in (x, y))
+    cos, sin = table.real.float(), table.imag.float()
+    ends = [list(each) for each in zip(*profile.pairs, strict=True)]
+    u, v = (x[:, each].float() for each in ends)
+    seen = [y[:, [profile.comes_out(channel) for channel in each]] for each in ends]
+
+    def narrow(product: torch.Tensor) -> torch.Tensor:
+        return product.to(x.dtype).float()
+
+    def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        """a·b + c·d in float32, with the first product not rounded."""
+        return (a.double() * b.double() + (c * d).double()).float()
+
+    # What the first and the second channel of each pair may become.
+    made = {
+        "each": ([narrow(u * cos) - narrow(v * sin)], [narrow(v * cos) + narrow(u * sin)]),
+        "wide": ([u * cos - v * sin], [v * cos + u * sin]),
+        "once": (
+            [fused(u, cos, -v, sin), fused(-v, sin, u, cos)],
+            [fused(v, cos, u, sin), fused(u, sin, v, cos)],
+        ),
+    }
+    if x.dtype == torch.float32:
+        del made["each"]  # no product is narrower than the result
+    return tuple(
+        name
+        for name, both in made.items()
+        if all(
+            any(bool((result == each.to(x.dtype)).all()) for each in some)
+            for some, result in zip(both, seen, strict=True)
+        )
+    )
+
+
+def shares_of(
+    a: Profile, b: Profile, dtypes: Sequence[torch.dtype]
+) -> dict[str, tuple[float, float | None]]:
+    """Return the shares of results and of gradients that differ, for each dtype that a function accepts.
+
+    The shares are 1 and None if only one of them does. If one function takes tables, it gets those of the other.
+    """
+    a, b = _with_tables_of(b, a), _with_tables_of(a, b)
+    heads = min(2, *(p.subject.most_heads or 2 for p in (a, b)))
+    reach = min(a.reach, b.reach)
+    far = torch.randint(0, reach, (32,), generator=torch.Generator().manual_seed(5)).tolist()
+    positions = [*range(min(96, reach)), *far]
+    keys = a.subject.way.takes_keys and b.subject.way.takes_keys
+    found: dict[str, tuple[float, float | None]] = {}
+    for dtype in dtypes:
+        given = [a.subject.random(1, heads, len(positions), dtype=dtype, seed=n) for n in (8, 9)]
+        results = []
+        for subject in (a.subject, b.subject):
+            x, out = map(subject.laid_out, given)
+            x.requires_grad_()
+            sides = [subject, subject.keys()] if keys else [subject]
+            with suppress(CallFailed):
+                y = torch.cat([side.rotate(x * 1.0, positions) for side in sides])
+                results.append((y.detach(), gradient(y, x, torch.cat([out] * len(sides)))))
+        if len(results) == 2:
+            (y, by_x), (z, by_z) = results
+            gradients = None if by_x is None or by_z is None else _share(by_x, by_z)
+            found[SHORT[dtype]] = _share(y, z), gradients
+        elif results:
+            found[SHORT[dtype]] = (1.0, None)
+    return found
+
+
+def _with_tables_of(maker: Profile, taker: Profile) -> Profile:
+    """Return the profile of a function that takes tables, with tables that are measured of another function."""
+    takes = [p.subject.way.form.takes_tables for p in (maker, taker)]
+    count = len(taker.subject.rates)
+    if takes != [False, True] or maker.interleaved is None or len(maker.slots) != count:
+        return taker
+    at = [maker.slots.index(pair) for pair in maker.pairs]
+
+    def made(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = torch.ones(ids.numel(), count, dtype=torch.complex128)
+        table[:, at] = maker.tables(ids.flatten().tolist())
+        table = table.view(*ids.shape, -1)
+        return table.real, maker.sign * table.imag
+
+    return replace(taker, subject=replace(taker.subject, made=made))
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> float:
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float((~same).double().mean()) if one.dtype == other.dtype else 1.0
