@@ -67,13 +67,13 @@ CALLS = (
     Call("tokens after a cache", ((5, 6),)),
     Call("positions that fall", ((3, 1),)),
     Call("positions that start again", ((0, 1, 0),)),
-    Call("two rows", ((0, 1), (0, 1))),
+    Call("two rows", ((0, 1), (0, 1)), 3),
     Call("rows at positions of their own", ((0, 1), (5, 6))),
     Call("k with fewer heads", ((0, 1),), 4, 2),
     Call("many heads", _FEW, 9),
     Call("many heads without gradients", _FEW, 9, mode="no gradient"),
     *(
-        Call(f"the gradient of {SHORT[t]}", ((1,),), 1, 0, t, "gradient")
+        Call(f"the gradient of {SHORT[t]}", ((0, 1),), 1, 0, t, "gradient")
         for t in (torch.float32, *_NARROW)
     ),
     Call("gradients of many heads", _FEW, 9, mode="gradient"),
@@ -87,7 +87,7 @@ _PACKED = (
     Call("packed rows", ((0, 1, 2, 0, 1, 0, 1, 2, 3, 4),), 3),
 )
 _OFFSETS = (Call("an offset", ((1,),)), Call("an offset", ((5, 6, 7), (5, 6, 7)), 2))
-_OTHERS = (Call("", ((1,),)), Call("", _FEW, 4), Call("", _FEW, 4, mode="gradient"))
+_OTHERS = (Call("", ((0, 1),)), Call("", _FEW, 4), Call("", _FEW, 4, mode="gradient"))
 # It tells two layouts, and two shapes of tables, apart.
 _PROBE = Call("", ((0, 1, 2),), 3)
 

@@ -58,12 +58,12 @@ def _glance(part: PartReport | Part) -> tuple[str, ...]:
     factor = getattr(rule, "factor", None)
     scaling = "none" if rule is None else type(rule).__name__ + (f" {factor:g}" if factor else "")
     return (
-        f"{count} warning{'s' * (count > 1)}" if count else "no warning",
+        f"{count} warning{'s' * (count > 1)}" if count else "ok",
         name,
         "neighbours" if spec.interleaved else "halves",
         f"{spec.base:,.10g}",
         scaling,
-        f"{spec.start} to {last} of {spec.head_dim}" if spec.rotary_dim else "none",
+        f"{spec.start}–{last} of {spec.head_dim}" if spec.rotary_dim else "none",
         layers,
         "" if part.context is None else f"{part.context:,}",
     )

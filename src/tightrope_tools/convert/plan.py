@@ -272,8 +272,8 @@ def _check_packing(name: str, packing: str, heads: int, kv_heads: int) -> None:
         fail(f"the {heads} query heads in {name} must be a multiple of its {kv_heads} key heads")
     if packing == "quarters" and (heads % 4 or kv_heads != heads):
         fail(
-            f"to be packed in quarters, {name} must hold as many key as query heads, a multiple of 4, but "
-            f"holds {heads} query and {kv_heads} key heads"
+            f"packed in quarters, {name} must hold as many key as query heads, a multiple of 4, but holds "
+            f"{heads} query and {kv_heads} key heads"
         )
 
 

@@ -218,6 +218,34 @@ def test_small_calls_are_shown() -> None:
         assert failure(function, spec)[0].endswith(f", as in {call}.")
 
 
+def test_functions_that_count_tokens_themselves() -> None:
+    """Their calls begin at position 0, for gradients and other dtypes too."""
+    spec = RopeSpec(64)
+
+    def right(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, spec)
+
+    def detached(x: torch.Tensor) -> torch.Tensor:
+        return right(x.detach()) + 0 * x
+
+    def widened(x: torch.Tensor) -> torch.Tensor:
+        return right(x.float())
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, spec, int(x.shape[2] > 3000))
+
+    assert_rope(right, like=lambda x: right(x))
+    for function, words in (
+        (detached, "The gradient of x "),
+        (
+            widened,
+            "X of dtype bfloat16 comes back as float32, as in widened(torch.randn(1, 1, 2, 64",
+        ),
+        (late, "as in late(torch.randn(1, 1, 5000, 64))"),
+    ):
+        assert words in failure(function, like=right)[0]
+
+
 def test_q_alone() -> None:
     spec = RopeSpec(64)
 
@@ -232,7 +260,7 @@ def test_q_alone() -> None:
     for reference in ({"like": right}, {"spec": spec}):
         first = failure(wrong, **reference)[0]
         assert "in a call with q alone" in first
-        assert ", as in wrong(torch.randn(1, 1, 1, 64), positions=" in first
+        assert ", as in wrong(torch.randn(1, 1, 2, 64), positions=" in first
 
 
 def test_what_a_reference_takes_may_not_be_refused() -> None:
