@@ -1,7 +1,7 @@
 """How rotary functions take x and their angles: the forms of calls, and those that parameter names suggest.
 
 Code that tests an unknown rotary function tries the entries of :data:`FORMS`. To support another way of passing
-angles, add an entry.
+cosines and sines, add an entry to the forms of `tightrope.patching`; another way to make them, one to those below.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightrope.patching import WIDTHS as WIDTHS
+from tightrope import patching
+from tightrope.patching import COS_SIN_NAMES, TABLE_NAMES, WIDTHS as WIDTHS
 
 
 @dataclass(frozen=True)
@@ -49,35 +50,17 @@ class Form:
         return self.roles == ("cu_seqlens",)
 
 
-def _complex(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
-    return (torch.complex(cos, sin),)
-
-
-def _matrix(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor]:
-    entries = cos[..., ::2], -sin[..., ::2], sin[..., 1::2], cos[..., 1::2]
-    return (torch.stack(entries, -1).unflatten(-1, (2, 2)),)
-
-
 #: Every form by its name; if a signature fits several, the likeliest first.
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
         Form("positions", ("positions",)),
         Form("positions, for tables", ("positions",), gives_tables=True),
-        Form("cosines and sines", ("cos", "sin"), lambda cos, sin: (cos, sin)),
-        Form("one complex table", ("cis",), _complex, widths=("half",), narrow=False),
-        Form("a tuple of cosines and sines", ("pair",), lambda cos, sin: ((cos, sin),)),
-        Form("a tuple of sines and cosines", ("reversed_pair",), lambda cos, sin: ((sin, cos),)),
-        Form(
-            *("sin and cos in one table", ("sin_cos",)),
-            lambda cos, sin: (torch.cat((sin, cos), -1),),
+        *(
+            Form(name, each.roles, each.build, widths=each.widths, narrow=each.narrow)
+            for name, each in patching.FORMS.items()
         ),
-        Form(
-            *("cos and sin in one table", ("cos_sin",)),
-            lambda cos, sin: (torch.cat((cos, sin), -1),),
-        ),
-        Form("a 2 x 2 matrix per pair", ("matrix",), _matrix, widths=("repeat",)),
-        Form("angles", ("angles",), lambda cos, sin: (torch.atan2(sin, cos),), narrow=False),
+        Form("a pair (sin, cos)", ("reversed_pair",), lambda cos, sin: ((sin, cos),)),
         Form("packed rows", ("cu_seqlens",)),
         Form("an offset", ("offset",)),
         Form("no positions", ()),
@@ -87,7 +70,7 @@ FORMS: dict[str, Form] = {
 
 # --- calls ----------------------------------------------------------------------------------------
 
-# Role -> parameter names that suggest it; see _TABLE for the tables.
+# Role -> parameter names that suggest it; for those of tables see `tightrope.patching`.
 _NAMES = {
     "q": re.compile(r"^(x?q|q_|query|queries)(_states|_layer|_heads?)?$"),
     "k": re.compile(r"^(x?k|k_|key|keys)(_states|_layer|_heads?)?$"),
@@ -101,7 +84,6 @@ _NAMES = {
 _PACKED = ("cu_seqlens", "max_seqlen")
 # Names of parameters that never take a tensor to rotate.
 _OTHER = re.compile(r"config|mask|cache|past_key|^grid_(sizes?|thw)$")
-_TABLE = re.compile(r"cos|sin|freq|cis|rope|rotary|emb(ed(ding)?)?s?$|^angles?$|^theta$|^pe$")
 
 
 class Argument(NamedTuple):
@@ -172,12 +154,24 @@ def calls_of(function: Any) -> list[Call]:
     return [call for form in FORMS.values() for call in _bound(form, parameters)]
 
 
+def left_out(function: Any, call: Call) -> dict[str, Argument]:
+    """Return the optional arguments that a call leaves out, by the roles that their names suggest."""
+    used, seen = {each.name for each in call.arguments}, signature(function)
+    found = {}
+    for each in () if seen is None else seen.parameters.values():
+        role = _role(each)
+        needed = each.default is each.empty
+        if role is not None and role not in call.roles and each.name not in used and not needed:
+            found[role] = Argument(role, each.name, keyword=True)
+    return found
+
+
 def _bound(form: Form, parameters: Sequence[inspect.Parameter]) -> Iterator[Call]:
     """The calls of one form that fit a function's parameters, if any."""
     tables = [
         each.name
         for each in parameters
-        if _TABLE.search(each.name)
+        if (COS_SIN_NAMES.search(each.name) or TABLE_NAMES.search(each.name))
         and each.default in (None, each.empty)
         and not (each.default is None and _role(each) == "seq_dim")
     ]

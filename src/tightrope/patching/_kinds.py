@@ -29,14 +29,18 @@ class Form(NamedTuple):
     """A way in which functions take cosines and sines.
 
     Attributes:
-        build: makes the function's arguments of cosines and sines.
+        roles: the roles of the arguments that hold them, also their usual parameter names.
+        build: makes these arguments of cosines and sines.
         read: the inverse; it may raise any error for arguments of another form.
         narrow: whether the arguments may have 16 bits.
+        widths: how they may hold the entry of each pair, likeliest first; keys of WIDTHS.
     """
 
+    roles: tuple[str, ...]
     build: Callable[..., tuple[Any, ...]]
     read: Callable[..., Both]
     narrow: bool = True
+    widths: tuple[str, ...] = tuple(WIDTHS)
 
 
 def _parts(table: torch.Tensor) -> Both:
@@ -55,21 +59,32 @@ def _of_matrices(table: torch.Tensor) -> Both:
 
 
 COS_SIN, COMPLEX, ANGLES = "cos and sin", "a complex table", "angles"
+#: The forms, by their names in reports.
 FORMS = {
-    COS_SIN: Form(lambda cos, sin: (cos, sin), lambda cos, sin: (cos, sin)),
-    "a pair (cos, sin)": Form(lambda *both: (both,), lambda pair: (pair[0], pair[1])),
+    COS_SIN: Form(("cos", "sin"), lambda cos, sin: (cos, sin), lambda cos, sin: (cos, sin)),
+    "a pair (cos, sin)": Form(("pair",), lambda *both: (both,), lambda pair: (pair[0], pair[1])),
     "cosines and sines stacked": Form(
-        lambda *both: (torch.stack(both),), lambda table: table.unbind(0)
+        ("stacked",), lambda *both: (torch.stack(both),), lambda table: table.unbind(0)
     ),
-    COMPLEX: Form(lambda *both: (torch.complex(*both),), _parts, narrow=False),
-    "2 x 2 matrices": Form(_matrices, _of_matrices),
+    COMPLEX: Form(
+        *(("cis",), lambda *both: (torch.complex(*both),), _parts),
+        *(False, ("half",)),
+    ),
+    "2 x 2 matrices": Form(("matrix",), _matrices, _of_matrices, widths=("repeat",)),
     "sines and cosines in one table": Form(
-        lambda cos, sin: (torch.cat((sin, cos), -1),), lambda table: table.chunk(2, -1)[::-1]
+        ("sin_cos",),
+        lambda cos, sin: (torch.cat((sin, cos), -1),),
+        lambda table: table.chunk(2, -1)[::-1],
     ),
     "cosines and sines in one table": Form(
-        lambda cos, sin: (torch.cat((cos, sin), -1),), lambda table: table.chunk(2, -1)
+        ("cos_sin",),
+        lambda cos, sin: (torch.cat((cos, sin), -1),),
+        lambda table: table.chunk(2, -1),
     ),
-    ANGLES: Form(lambda *both: (both[0],), lambda t: (t.cos(), t.sin()), narrow=False),
+    ANGLES: Form(
+        *(("angles",), lambda cos, sin: (torch.atan2(sin, cos),)),
+        *(lambda t: (t.cos(), t.sin()), False),
+    ),
 }
 
 
@@ -183,7 +198,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "use_real_unbind_dim": (-1, -2),
     "sequence_dim": (2, 1),
 }
-_COS_SIN, _TABLE = re.compile(r"cos|sin(?!us)"), re.compile(r"sinus|freq|cis|rope|rotary|emb")
+#: Names of parameters that hold cosines, or sines; and those that hold both in any form.
+COS_SIN_NAMES = re.compile(r"cos|sin(?!us)")
+TABLE_NAMES = re.compile(r"sinus|freq|cis|rope|rotary|emb(ed(ding)?)?s?$|^angles?$|^theta$|^pe$")
 
 
 class Roles(NamedTuple):
@@ -250,9 +267,9 @@ def _role(parameter: inspect.Parameter) -> str:
     name, needed = parameter.name, parameter.default in (None, parameter.empty)
     if name in OPTIONS or isinstance(parameter.default, bool):
         return "option"
-    if needed and (found := _COS_SIN.search(name)):
+    if needed and (found := COS_SIN_NAMES.search(name)):
         return found[0]
-    if needed and _TABLE.search(name):
+    if needed and TABLE_NAMES.search(name):
         return "table"
     if parameter.default is parameter.empty:
         return "rows" if name == "position_ids" else "x"

@@ -3,8 +3,10 @@
 The checks, the codes of findings and the limits of an audit are in docs/audit.md.
 """
 
-from ._audit import assert_rope as assert_rope, audit as audit
+from ._assert import assert_rope as assert_rope
+from ._audit import audit as audit
 from ._compare import compare as compare
+from ._model import ModelReport as ModelReport, audit_model as audit_model
 from ._report import (
     SEVERITIES as SEVERITIES,
     AngleError as AngleError,
@@ -23,9 +25,11 @@ __all__ = [
     "Comparison",
     "Difference",
     "Finding",
+    "ModelReport",
     "Report",
     "assert_rope",
     "audit",
+    "audit_model",
     "compare",
     "verdict",
 ]

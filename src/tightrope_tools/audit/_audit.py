@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -17,11 +16,12 @@ from ._faults import FAULTS
 from ._log import Log
 from ._report import Finding, Report
 from ._search import Hints, NoCallFound
-from ._targets import resolve, subject_of
+from ._targets import Target, resolve, subject_of
 from ._together import together
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LONGEST = 2**20
+_NO_HINTS = Hints()
 
 
 @public("audit")
@@ -103,7 +103,24 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     check_options(declared, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)
     hints.check()
-    _check_extent(dtypes, longest)
+    check_extent(dtypes, longest)
+    return audit_target(found, declared, hints, dtypes, longest, device, progress)
+
+
+def audit_target(
+    found: Target,
+    declared: RopeSpec | None,
+    hints: Hints = _NO_HINTS,
+    dtypes: Sequence[torch.dtype] = _DTYPES,
+    longest: int = _LONGEST,
+    device: str = "cpu",
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Audit a resolved target; arguments as in :func:`audit`.
+
+    Args:
+        declared: the intended rotation, if known.
+    """
     with undisturbed():
         try:
             subject = subject_of(found, hints, declared, device)
@@ -129,28 +146,6 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         return log.report()
 
 
-@public("assert_rope")
-def assert_rope(function: object, spec: RopeSpec, **options: Any) -> None:
-    """Raise an AssertionError if a rotary function is not the rotation of a spec; for tests of one's own.
-
-    Args:
-        function: the function, as in :func:`audit`.
-        spec: the intended rotation.
-        options: further arguments of :func:`audit`, such as ``layout="bshd"`` or ``make=True``.
-
-    Raises:
-        AssertionError: the audit has errors or warnings; the message is its report.
-        ValueError, TypeError: as in :func:`audit`.
-
-    >>> from tightrope.functional import rotate
-    >>> spec = RopeSpec(64)
-    >>> assert_rope(lambda x, positions: rotate(x, spec, positions), spec)
-    """
-    report = audit(function, spec=spec, **options)
-    if not report.ok:
-        raise AssertionError(str(report))
-
-
 def check_options(spec: RopeSpec | None, head_dim: int | None, device: str) -> None:
     """Refuse a spec with which no function can be compared, and a device that is not there."""
     try:
@@ -174,7 +169,8 @@ def check_options(spec: RopeSpec | None, head_dim: int | None, device: str) -> N
         )
 
 
-def _check_extent(dtypes: Sequence[torch.dtype], longest: int) -> None:
+def check_extent(dtypes: Sequence[torch.dtype], longest: int) -> None:
+    """Refuse dtypes and lengths that an audit does not test."""
     allowed = (torch.float32, torch.bfloat16, torch.float16)
     if any(dtype not in allowed for dtype in dtypes):
         raise bad_value(f"dtypes must be among float32, bfloat16, float16 but got {list(dtypes)}")

@@ -130,7 +130,7 @@ class Way(Call):
         if "b" not in self.layout or (self.takes_positions and self.shared_positions):
             return False
         if self.form.takes_tables:
-            return self.takes_rows or self.table_shape != "sd"
+            return self.takes_rows or self.table_shape not in ("sd", "s11d")
         return True
 
 
@@ -251,7 +251,7 @@ class Subject:
             start = ids.amin(-1, keepdim=True) * way.takes_offset
         size = int((ids - start).max()) + 1
         counted = torch.arange(ids.shape[-1], device=ids.device)
-        if bool((ids - start == counted).all()) or (way.packed and _lengths(ids)):
+        if bool((ids - start == counted).all()) or (way.packed and counted_rows(ids)):
             return self._call(xs, ids, start)
         where = [(ids - start).long()[:, None, :, None].expand_as(x) for x in xs]
         whole = [x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in xs]
@@ -264,8 +264,8 @@ class Subject:
         way, (into, back), rows = self.way, _LAYOUTS[self.way.layout], len(xs[0])
         values: dict[str, Any] = {"offset": start[:, 0] if way.row_offsets else start}
         if way.packed:
-            lengths = _lengths(ids) or [ids.shape[-1]] * rows
-            ids = torch.arange(sum(lengths))[None] if _lengths(ids) else ids.reshape(1, -1)
+            lengths = counted_rows(ids) or [ids.shape[-1]] * rows
+            ids = torch.arange(sum(lengths))[None] if counted_rows(ids) else ids.reshape(1, -1)
             ends = torch.tensor([0, *lengths], device=xs[0].device).cumsum(0)
             values |= {"cu_seqlens": ends.int(), "max_seqlen": max(lengths)}
             xs = [x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for x in xs]
@@ -335,8 +335,8 @@ def passed(
     return positional, {str(each.name): values[each.role] for each in arguments if each.keyword}
 
 
-def _lengths(ids: torch.Tensor) -> list[int]:
-    """The lengths of the packed rows that begin where positions are 0; none if they do not count up from there."""
+def counted_rows(ids: torch.Tensor) -> list[int]:
+    """Return the lengths of the packed rows that begin where positions are 0; none if they do not count up from there."""
     flat = ids.flatten()
     starts = (flat == 0).nonzero().flatten().tolist()
     ends = [*starts[1:], len(flat)]

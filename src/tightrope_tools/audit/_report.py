@@ -109,12 +109,11 @@ class Report:
         )
 
     def __str__(self) -> str:
-        lines = [f"audit of {self.target}"]
+        lines = [f"audit of {self.target}", verdict(self)]
         lines += [f"  {name:<18} {value}" for name, value in self.facts.items()]
         for finding in self.findings:
             lines += ["", f"{finding.severity.upper()} {finding.code}: {finding.sentence}"]
             lines += [f"  {text}" for text in (finding.evidence, finding.mend) if text]
-        lines += ["", verdict(self)]
         return "\n".join(lines)
 
 

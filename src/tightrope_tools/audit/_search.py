@@ -163,7 +163,7 @@ def _calls(fn: Callable[..., Any]) -> list[Call]:
 
 def _variants(call: Way, layout: str | None, width: str | None) -> Iterator[Way]:
     layouts: Sequence[str] = LAYOUTS if layout is None else (layout,)
-    shapes = ["sd"] if call.takes_rows else ["bsd", "sd", "b1sd", "bs1d"]
+    shapes = ["sd"] if call.takes_rows else ["bsd", "sd", "b1sd", "bs1d", "s11d"]
     if call.packed:
         shapes = ["sd", "s11d"]
         layouts = ("thd", "bshd", "bhsd", "bsd", "sd") if layout is None else layouts
@@ -205,6 +205,8 @@ def _fit(subject: Subject) -> tuple[Subject, str] | None:
     ambiguous = way.form.takes_tables and not way.names_its_form
     if ambiguous and bool((subject.rotate(x, [0] * _TOKENS) < 0).any()):
         return None  # a quarter turn of positive numbers: sines in place of cosines
+    if ambiguous and not _adds_up(subject, x):
+        return subject, ""  # such as a function of angles, which turns by any table
     # x is the same for all tokens and heads: positions make tokens differ, but not heads.
     if bool((y[:, :, 1:] - y[:, :, :1]).abs().amax(-1).min() > 1e-4):
         return subject, "tokens"
@@ -223,6 +225,14 @@ def _is_sound(subject: Subject, x: torch.Tensor) -> bool:
         if not bool(((after - before).abs() <= 1e-3 * before).all()):
             return False
     return True
+
+
+def _adds_up(subject: Subject, x: torch.Tensor) -> bool:
+    """True if two turns by position 1 are one by position 2, up to a factor."""
+    once = subject.rotate(x.clone(), [1] * _TOKENS).detach().to(x)
+    both = subject.rotate(subject.laid_out(once), [1] * _TOKENS), subject.rotate(x, [2] * _TOKENS)
+    one, other = (nn.functional.normalize(y.detach().double(), dim=-1) for y in both)
+    return bool(((one - other).abs() <= 1e-3).all())
 
 
 def _gives_tables(subject: Subject) -> tuple[Subject, str]:

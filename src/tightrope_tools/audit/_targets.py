@@ -57,6 +57,8 @@ class Target:
 
 
 _STACK = "stack:"
+# A part of the names of classes for images.
+_VISION = "Vision"
 
 
 def names_stack(target: object) -> bool:
@@ -103,11 +105,9 @@ def resolve(
         )
     if isinstance(target, str) and _NAME.match(target):
         name, fn = target, _imported(target)
-    elif isinstance(target, str | Path):
-        found = from_model(_config_of(str(target)), layer_type)
-        return replace(found, recorded=_recorded(target))
-    elif _is_config(target):
-        return replace(from_model(target, layer_type), recorded=_recorded(target))
+    elif isinstance(target, str | Path) or is_config(target):
+        found = from_model(config_of(target), layer_type)
+        return replace(found, recorded=recorded_in(target))
     elif isinstance(target, nn.Module) and _is_model(target):
         if any("_tightrope_patch" in vars(each) for each in target.modules()):
             raise bad_value(
@@ -116,7 +116,7 @@ def resolve(
                 "computes, as docs/parity.md shows"
             )
         found = from_model(target.config, layer_type, target)
-        return replace(found, recorded=_recorded(target.config))
+        return replace(found, recorded=recorded_in(target.config))
     elif callable(target):
         name, fn = getattr(target, "__qualname__", None) or type(target).__qualname__, target
     else:
@@ -196,7 +196,8 @@ def _made(name: str, make: Callable[..., Any]) -> Target:
 # --- models of transformers ------------------------------------------------------------------------
 
 
-def _is_config(target: object) -> bool:
+def is_config(target: object) -> bool:
+    """Return True for a config of transformers."""
     return isinstance(getattr(target, "model_type", None), str) and callable(
         getattr(target, "to_diff_dict", None)
     )
@@ -204,7 +205,7 @@ def _is_config(target: object) -> bool:
 
 def _is_model(target: nn.Module) -> bool:
     """True for a model of transformers, with a config and a rotary module among its parts."""
-    return _is_config(getattr(target, "config", None)) and any(
+    return is_config(getattr(target, "config", None)) and any(
         type(each).__name__.endswith("RotaryEmbedding") for each in [*target.modules()][1:]
     )
 
@@ -217,9 +218,11 @@ def _transformers() -> Any:
     return importlib.import_module("transformers")
 
 
-def _config_of(name: str) -> Any:
-    """Load the config of a file or folder, or the defaults of a model type."""
-    path = Path(name)
+def config_of(target: Any) -> Any:
+    """Return a config as it is, load that of a file or folder, or make the defaults of a model type."""
+    if is_config(target):
+        return target
+    name, path = str(target), Path(target)
     library = _transformers()
     values: dict[str, Any] = {}
     if path.is_dir() or path.is_file():
@@ -245,14 +248,14 @@ def _config_of(name: str) -> Any:
         ) from None
 
 
-def _recorded(target: Any) -> bool | None:
+def recorded_in(target: Any, section: str | None = None) -> bool | None:
     """Return whether the conversion record beside a config states "interleaved"; None if there is none."""
-    record = recorded(target)
+    record = recorded(target, section)
     return None if record is None else record.interleaved
 
 
 class RotaryAndApply(nn.Module):
-    """A rotary module and an apply function as one function of q, k and positions."""
+    """A rotary module and an apply function as one function of q, k and positions; for images, of those of two axes."""
 
     def __init__(
         self, rotary: nn.Module, apply: Callable[..., Any], layer_type: str | None
@@ -261,12 +264,15 @@ class RotaryAndApply(nn.Module):
         self.rotary = rotary
         self.apply_function = apply
         self.layer_type = layer_type
+        self.of_images = _VISION in type(rotary).__name__
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q and k ``(rows, heads, tokens, channels)``."""
+        """Rotate q and k."""
         more = () if self.layer_type is None else (self.layer_type,)
+        if self.of_images:  # (rows, axes, tokens)
+            positions = positions.expand(2, -1, -1).movedim(0, 1)
         cos, sin = self.rotary(q, positions, *more)
         apply = self.apply_function
         if not any("k" in call.roles for call in calls_of(apply)):  # as in Gemma 3n
@@ -303,8 +309,7 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
             try:
                 fn = make()
                 head_dim = head_dim or _width(fn)
-                x = torch.zeros(1, 1, 2, head_dim)
-                fn(x, x.clone(), torch.arange(2)[None])
+                layout = _layout_of(fn, head_dim)
             except Exception as error:  # noqa: BLE001  # foreign code
                 why = describe_error(error)
                 continue
@@ -313,11 +318,23 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
                 spec = replace(spec, head_dim=head_dim, start=0)
             reason = "" if unread is None else str(unread)
             form = "q, k, positions"
-            return Target(name, fn, make, spec, form, "bhsd", head_dim, reason)
+            return Target(name, fn, make, spec, form, layout, head_dim, reason)
     raise bad_value(
         f"{rotary.__name__}, built from the config and called with (x, position_ids), must return cosines "
         f"and sines that {called} takes but did not: {why}"
     )
+
+
+def _layout_of(fn: RotaryAndApply, head_dim: int) -> str:
+    """Return the layout of q and k: that of text, or the tokens first, as functions for images may have it."""
+    x, where = torch.zeros(1, 3, 2, head_dim), torch.arange(2)[None]
+    try:
+        fn(x, x.clone(), where)
+    except RuntimeError:
+        x = x.transpose(1, 2)
+        fn(x, x.clone(), where)
+        return "bshd"
+    return "bhsd"
 
 
 def _maker(
@@ -385,8 +402,11 @@ def _parts(config: Any, spec: RopeSpec | None) -> tuple[Any, Any, str]:
     source = inspect.getsource(module)
     classes = re.findall(r"self\.rotary_emb\s*=\s*(\w+)\(", source)
     classes += [name for name in vars(module) if name.endswith("RotaryEmbedding")]
-    classes = [name for name in classes if "Vision" not in name and hasattr(module, name)]
+    images = "vision" in config.model_type or config.model_type == "pixtral"
+    classes = [name for name in classes if (_VISION in name) == images and hasattr(module, name)]
     functions = ["apply_rotary_pos_emb"]
+    if images:
+        functions.insert(0, "apply_rotary_pos_emb_vision")
     if getattr(config, "rope_interleave", False) or (spec is not None and spec.interleaved):
         functions.insert(0, "apply_rotary_pos_emb_interleave")
     found = [name for name in functions if hasattr(module, name)]

@@ -28,6 +28,7 @@ def show_inspection(found: Inspection, *, every: bool) -> None:
 def show_comparison(comparison: Comparison) -> None:
     """Print how two configurations and their angles differ."""
     both = {"A": comparison.one, "B": comparison.other}
+    show("Alike." if comparison.alike else "They differ.", "bold")
     show_table([(mark, f"{each.name} ({each.form})") for mark, each in both.items()])
     for part in comparison.parts:
         show()
@@ -37,11 +38,9 @@ def show_comparison(comparison: Comparison) -> None:
     for mark, each in both.items():
         for note in each.warnings:
             _show_note(note, f", {mark}")
-    show()
-    show("Alike." if comparison.alike else "They differ.", "bold")
 
 
-_GLANCE = ("part", "pairs", "channels", "base", "scaling", "layers", "context")
+_GLANCE = ("verdict", "part", "pairs", "base", "scaling", "channels", "layers", "context")
 
 
 def _glance(part: PartReport | Part) -> tuple[str, ...]:
@@ -52,17 +51,19 @@ def _glance(part: PartReport | Part) -> tuple[str, ...]:
     name = own.name or "whole model"
     if spec is None or not isinstance(part, PartReport):
         why = "none rotate" if own.at or own.layers else "not read"
-        return (name, why, "", "", "", layers, "")
+        return (why, name, "", "", "", "", layers, "")
+    count = sum(note.warning for note in part.notes)
     last = spec.start + spec.rotary_dim - 1
     rule = spec.scaling
     factor = getattr(rule, "factor", None)
     scaling = "none" if rule is None else type(rule).__name__ + (f" {factor:g}" if factor else "")
     return (
+        f"{count} warning{'s' * (count > 1)}" if count else "ok",
         name,
         "neighbours" if spec.interleaved else "halves",
-        f"{spec.start} to {last} of {spec.head_dim}" if spec.rotary_dim else "none",
         f"{spec.base:,.10g}",
         scaling,
+        f"{spec.start}–{last} of {spec.head_dim}" if spec.rotary_dim else "none",
         layers,
         "" if part.context is None else f"{part.context:,}",
     )
@@ -122,18 +123,21 @@ def _show_pairs(part: PartReport, *, every: bool) -> None:
 def _cells(pair: PairRow, part: PartReport) -> dict[str, str]:
     """Return the row of a pair: heading -> text."""
     scaled = part.spec.scaling is not None
-    row = {"pair": str(pair.index), "channels": f"{pair.channels[0]}, {pair.channels[1]}"}
+    row = {"pair": str(pair.index)}
     if pair.axis is not None:
         row["axis"] = str(pair.axis)
     if pair.head is not None:
         row["head"] = str(pair.head)
-    row["wavelength"] = _number(pair.wavelength)
-    if scaled:
-        row |= {"unscaled": _number(pair.unscaled), "scaling": pair.effect}
     if pair.turns is not None:
         row[f"turns in {part.context:,}"] = _number(pair.turns)
     if pair.turns_trained is not None and part.trained != part.context:
         row[f"in {part.trained:,}" + ", unscaled" * scaled] = _number(pair.turns_trained)
+    if scaled:
+        row["scaling"] = pair.effect
+    row["wavelength"] = _number(pair.wavelength)
+    if scaled:
+        row["unscaled"] = _number(pair.unscaled)
+    row["channels"] = f"{pair.channels[0]}, {pair.channels[1]}"
     return row
 
 

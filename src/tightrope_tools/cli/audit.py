@@ -31,7 +31,7 @@ from ._output import FINDING, Mistake, add_pairing, as_mistakes, show, show_json
 if TYPE_CHECKING:
     from tightrope import RopeSpec
 
-    from ..audit import Comparison, Report
+    from ..audit import Comparison, ModelReport, Report
 
 # The options that a comparison has too.
 _SHARED = ("form", "layout", "tables", "head_dim", "make", "layer_type", "device")
@@ -85,7 +85,7 @@ _ISOLATE = "run the audit in a child process, where a crash becomes a finding (d
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from ..audit import SEVERITIES, Comparison
+    from ..audit import SEVERITIES, Comparison, ModelReport
 
     if not 0 < options.timeout < 1e6:
         raise Mistake(
@@ -113,12 +113,16 @@ def run(options: argparse.Namespace) -> int:
         show_json(report.to_dict())
     elif isinstance(report, Comparison):
         show_comparison(report)
+    elif isinstance(report, ModelReport):
+        show_model(report)
     else:
         show_report(report)
     if isinstance(report, Comparison):
         return 0 if report.ok else FINDING
     severe = SEVERITIES[: SEVERITIES.index(options.fail_on) + 1]
-    return FINDING if any(finding.severity in severe for finding in report.findings) else 0
+    parts = report.parts.values() if isinstance(report, ModelReport) else [report]
+    found = any(finding.severity in severe for part in parts for finding in part.findings)
+    return FINDING if found else 0
 
 
 def _declared(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -156,8 +160,10 @@ def _read(path: Path) -> RopeSpec:
     return spec
 
 
-def here(target: str, options: dict[str, Any]) -> Report | Comparison:
+def here(target: str, options: dict[str, Any]) -> Report | Comparison | ModelReport:
     """Run the audit, or the comparison if the options name a second target, in this process.
+
+    A model of several parts is audited whole, unless an option is about one rotation.
 
     Raises:
         ValueError, TypeError: the target or an option cannot be used.
@@ -166,7 +172,7 @@ def here(target: str, options: dict[str, Any]) -> Report | Comparison:
 
     from tightrope import RopeSpec
 
-    from ..audit import audit as run_audit, compare
+    from ..audit import audit as run_audit, audit_model, compare
 
     spec = options["spec"]
     chosen = options | {"spec": None if spec is None else RopeSpec.from_dict(spec)}
@@ -175,12 +181,22 @@ def here(target: str, options: dict[str, Any]) -> Report | Comparison:
         if "against" in chosen:
             return compare(target, chosen.pop("against"), **chosen)
         chosen["dtypes"] = [getattr(torch, name) for name in options["dtypes"]]
+        whole = {name: chosen[name] for name in ("dtypes", "longest", "device")}
+        if ":" not in target and not any(chosen[name] for name in chosen.keys() - whole.keys()):
+            found = audit_model(target, **whole)
+            if len(found.parts) > 1:
+                return found
+            ((_, report),) = found.parts.items()
+            if report.checks:
+                return report
         return run_audit(target, **chosen)
 
 
-def _apart(target: str, options: dict[str, Any], seconds: float) -> Report | Comparison:
+def _apart(
+    target: str, options: dict[str, Any], seconds: float
+) -> Report | Comparison | ModelReport:
     """Run the audit in a child process, which may crash or hang."""
-    from ..audit import Comparison, Report
+    from ..audit import Comparison, ModelReport, Report
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
@@ -202,7 +218,8 @@ def _apart(target: str, options: dict[str, Any], seconds: float) -> Report | Com
         saved = json.loads(out.read_text(encoding="utf-8"))
     if "invalid arguments" in saved:
         raise Mistake(saved["invalid arguments"])
-    return (Comparison if "against" in options else Report).from_dict(saved)
+    kind = Comparison if "against" in options else ModelReport if "parts" in saved else Report
+    return kind.from_dict(saved)
 
 
 def _lost(target: str, options: dict[str, Any], code: str, sentence: str) -> Report | Comparison:
@@ -216,8 +233,14 @@ def _lost(target: str, options: dict[str, Any], code: str, sentence: str) -> Rep
 
 
 def show_comparison(found: Comparison) -> None:
-    """Print the comparison as text."""
+    """Print the comparison as text, the verdict first."""
     show(f"{found.first} against {found.second}", "bold")
+    if found.ok:
+        partly = any("not compared" in values for values in found.facts.values())
+        rest = ", as far as they were compared" if partly else ""
+        show(f"They agree to the bit{rest}.", "ok")
+    else:
+        show(f"They part first at: {found.codes[0]}.", "bold")
     rows = [
         (fact, one, other if other != one else "the same")
         for fact, (one, other) in found.facts.items()
@@ -229,19 +252,23 @@ def show_comparison(found: Comparison) -> None:
     for dtype, (results, gradients) in found.shares.items():
         both = "" if gradients is None else f" and {100 * gradients:.3g} % of gradients"
         show(f"{dtype:<9} {100 * results:.3g} % of results{both} differ", "dim", indent=2)
-    if found.ok:
-        partly = any("not compared" in values for values in found.facts.values())
-        rest = ", as far as they were compared" if partly else ""
-        show(f"They agree to the bit{rest}.", "ok")
-    else:
-        show(f"They part first at: {found.codes[0]}.", "bold")
+
+
+def show_model(found: ModelReport) -> None:
+    """Print the reports on the parts of a model, after a table of their verdicts."""
+    show(f"audit of {found.target}", "bold")
+    show_table(found.rows(), ("verdict", "part", "declared", "not seen"))
+    for report in found.parts.values():
+        show()
+        show_report(report)
 
 
 def show_report(report: Report) -> None:
-    """Print the report as text."""
+    """Print the report as text, the verdict first."""
     from ..audit import verdict
 
     show(f"audit of {report.target}", "bold")
+    show(verdict(report), "ok" if report.ok else "bold")
     if report.facts:
         facts = [(name, str(value)) for name, value in report.facts.items()]
         show_table(facts, style="dim", indent=2)
@@ -261,7 +288,6 @@ def show_report(report: Report) -> None:
         skipped, _, why = check.outcome.partition("skipped: ")
         if not skipped:
             show(f"not checked: {check.name} ({why})", "dim", indent=2)
-    show(verdict(report), "ok" if report.ok else "bold")
 
 
 def _show_part(title: str, style: str, sentence: str, evidence: str, mend: str = "") -> None:

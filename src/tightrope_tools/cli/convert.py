@@ -9,9 +9,10 @@ it is complete.
 Exit codes: 0 done, 1 a system error, 2 invalid arguments; on an error nothing
 is written.
 
-Example:
+Examples:
 
   tightrope convert llama-3-8b llama-3-8b-interleaved --to interleaved --verify
+  tightrope convert --rules
 """
 
 from __future__ import annotations
@@ -43,7 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check on random activations that scores are unchanged",
     )
+    add(
+        "--rules", action=_Rules, nargs=0, help="print what is made of each tensor and key, and end"
+    )
     _checkpoint.add_arguments(parser)
+
+
+class _Rules(argparse.Action):
+    """Print the table of rules in place of a conversion."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from ..convert.rules import RULES
+
+        header = ("result", "where", "names (regular expressions)", "what it is, and why")
+        show_table([rule.cells() for rule in RULES], header)
+        parser.exit()
 
 
 def run(options: argparse.Namespace) -> int:

@@ -49,16 +49,17 @@ def _rows(found: Detection) -> list[tuple[str, str]]:
     weights = "no difference beyond chance: they do not show the pairing"
     if found.pairing is not None:
         weights = f"{found.pairing}, confidence above {1 - NEEDED}"
-    rows = [("model", found.model), ("files", files), ("weights", weights)]
+    rows = [("weights", weights), ("files", files)]
+    if found.contradicts:
+        rows.insert(0, ("warning", "the weights contradict the files"))
     if found.evidence:
         lines = (
             f"{each.kind}: {each.samples} samples favour {each.favours}, chance {each.chance:.1e}"
             for each in found.evidence
         )
         rows.append(("evidence", "\n".join(lines)))
+    rows.append(("model", found.model))
     if found.pairing is None:
         advice = "compare the loss on a text under both pairings: docs/convert.md, 'Which pairing is it?'"
         rows.append(("next", advice))
-    if found.contradicts:
-        rows.append(("warning", "the weights contradict the files"))
     return rows

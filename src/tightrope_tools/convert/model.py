@@ -20,6 +20,7 @@ from tightrope.spec import RopeSpec
 
 from .files import Checkpoint, fail, shown
 from .naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL, NAMINGS, PACKINGS, Naming, own_naming
+from .rules import KEY, rule_of
 
 HEADS = (*keys.HEADS, "num_query_heads", "attention.head_count")
 KV_HEADS = tuple(
@@ -287,12 +288,9 @@ def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
     if source.family is not None:  # a conversion needs no frequencies
         source = replace(source, family=replace(source.family, learned=None))
     values, more = source.values, []
-    for key, why in {
-        "attention_k_eq_v": "uses its keys as values, which must stay in order",
-        "rotary_value": "rotates its values too, and conversion does not support that",
-    }.items():
-        if values.get(key):
-            fail(f"{source.name} {why} ({key})")
+    for key in ("attention_k_eq_v", "rotary_value"):
+        if values.get(key) and (rule := rule_of(KEY, [key])):
+            rule.refuse(f"{key} ({values[key]!r})")
     pair = next((key for key in keys.PAIRING if values.get(key) is not None), None)
     silent = source.family is None and given is None and pair is None
     asked: dict[str, Any] = {"interleaved": False if silent else given}

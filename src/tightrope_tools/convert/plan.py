@@ -11,50 +11,7 @@ from tightrope.spec import RopeSpec
 from .files import FLOATS, Checkpoint, Entry, fail, shown
 from .model import Model, inside
 from .naming import FAMILY_NAMING, NAMINGS, PACKINGS, SIDE_PARTS
-
-# Suffixes after a module's name: tensors with its rows, tensors that stay, scales.
-_ROWS = re.compile(
-    r"(?:base_layer\.)?(?:weight|bias)|lora_B(?:\.\w+)?(?:\.weight)?|"
-    r"lora_magnitude_vector(?:\.\w+)?(?:\.weight)?"
-)
-_STAYS = re.compile(
-    r"lora_A(?:\.\w+)?(?:\.weight)?|input_scale|activation_scale|"
-    r"layer_norm_(?:weight|bias)|_extra_state"  # Transformer Engine: the norm before the projection
-)
-_SCALE = re.compile(r"weight_scale(?:_inv)?")
-
-# Names of norms of queries or keys, and of other tensors that may hold their channels; those of a latent
-# (q_a_layernorm, k_b_proj) have channels that do not rotate.
-_SIDE = r"(?:q|k|qk|kv|qkv|qgkv|qkvg|query|queries|keys?)"
-_KIND = r"(?:(?:layer|rms)?_?norm|rms|ln)"
-_NORM = re.compile(rf"{_SIDE}_?{_KIND}|{_KIND}_?{_SIDE}")
-_NAMED = re.compile(
-    rf"(?:.*_)?(?:{_SIDE}(?:(?:bias|conv|gain|gamma|scale).*|_(?![ab]_).*)?|qgkv|qkvg)"
-)
-
-# Names of projections of queries, keys or both, and of modules whose projections have no RoPE.
-_PROJECTION = re.compile(
-    r"(?:to_|c_|linear_|proj_|w)?(?:q|k|qk|qkv|query|queries|key|keys|query_key|query_key_value)"
-    r"(?:_?(?:proj|projection|lin|linear|weight))?|c_attn|in_proj_weight"
-)
-_WITHOUT_ROPE = re.compile(r"cross|linear_?att|mamba|ssm|conv")
-
-# Keys that announce gates among the rows of queries, and modules that hold gates alone.
-_GATED = """attention_output_gate attn_output_gate elementwise_attn_output_gate headwise_attn_output_gate
-    use_output_gate use_gated_attention linear_qgkv gating""".split()
-_GATES = re.compile(r"(?:\w+_)?gates?(?:_\w+)?|g_proj")
-# Keys that state another order of the rows of a fused projection: the packings that it is about, the values that
-# agree with them, and the packing to pass.
-_PARALLEL = """tensor_model_parallel_size tensor_parallel_size model_parallel_size tp_size mp_size""".split()
-_MERGED = "blocks quarters", (0, 1), "{} if the parts were merged"
-_CODEGEN = "quarters if mp_num is 4 in the code of the model, as not in all of CodeGen 2"
-_ORDERS: dict[str, tuple[str, tuple[object, ...], str]] = {
-    "megatron_legacy": ("grouped", (False,), "blocks"),
-    "multi_query_attention": ("blocks", (True,), "grouped"),
-    "mp_num": ("quarters", (4,), _CODEGEN),
-    "head_dim": ("quarters", (), _CODEGEN),
-    **dict.fromkeys(_PARALLEL, _MERGED),
-}
+from .rules import BESIDE, GATES, KEY, LAYER, MOVES, PART, REFUSED, SCALE, STAYS, rule_of
 
 
 @dataclass(frozen=True)
@@ -124,8 +81,7 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
         wanted = naming.layer.replace("\\", "").replace("(d+)", "N")
         fail(
             f"the checkpoint must hold projections called …{wanted}{{{', '.join(naming.modules)}}} but holds "
-            f"{shown([entry.name for entry in checkpoint.entries]) or 'no tensor'}; choose other names with "
-            f"--naming, one of {', '.join(NAMINGS)}, or names of your own"
+            f"{shown([entry.name for entry in checkpoint.entries]) or 'no tensor'}; pass another --naming"
         )
     _check_order(checkpoint, found, model)
     rows = {f"{one.place}.{one.module}": one.entry.shape[0] for one in found if one.is_weight}
@@ -151,8 +107,14 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
         fail("the checkpoint must hold a projection that rotates but holds none")
     names = {change.entry.name for change in changes}
     left = tuple(entry.name for entry in checkpoint.entries if entry.name not in names)
-    apart = {one.entry.name for one in named if one not in found and _ROWS.fullmatch(one.suffix)}
+    apart = {one.entry.name for one in named if one not in found and _has_rows(one)}
     return Plan(tuple(changes), left, tuple(sorted(still)), frozenset(apart))
+
+
+def _has_rows(one: Change) -> bool:
+    """True for a tensor whose rows are those of its projection, whatever its size."""
+    rule = rule_of(PART, [one.suffix])
+    return rule is not None and rule.result == MOVES and rule.what != SCALE
 
 
 def _named(entries: tuple[Entry, ...], model: Model) -> list[Change]:
@@ -198,22 +160,20 @@ def _chosen(found: list[Change], model: Model) -> list[Change]:
 
 def _moves(one: Change, spec: RopeSpec, model: Model, rows: int) -> bool:
     """Return True if rows of a tensor of a projection with ``rows`` rows move; refuse what is not known."""
-    entry, suffix = one.entry, one.suffix
-    single = entry.numel == 1 and not _ROWS.fullmatch(suffix)  # such as k_scale
-    if _STAYS.fullmatch(suffix) or single:
+    entry, rule = one.entry, rule_of(PART, [one.suffix])
+    assert rule is not None  # noqa: S101
+    if rule.result == STAYS or (entry.numel == 1 and not _has_rows(one)):  # such as k_scale
         return False
-    before = "if the checkpoint is quantised, convert it before that"
-    if _SCALE.fullmatch(suffix):
-        if len(entry.shape) == 2 and entry.shape[1] != 1:
-            _check_blocks(one, spec, model, rows)
-            return False
-    elif not _ROWS.fullmatch(suffix):
-        fail(
-            f"{entry.name} must be a weight, a bias, a scale or part of a LoRA adapter but is none that convert "
-            f"knows: {before}; else merge it into the weight of {one.module}, or remove it"
-        )
+    if rule.result == REFUSED:
+        rule.refuse(entry.name)
+    if rule.what == SCALE and len(entry.shape) == 2 and entry.shape[1] != 1:
+        _check_blocks(one, spec, model, rows)
+        return False
     if entry.dtype not in FLOATS:
-        fail(f"{entry.name} must have a floating-point dtype but is {entry}: {before}")
+        fail(
+            f"{entry.name} must have a floating-point dtype but is {entry}: if the checkpoint is quantised, convert it "
+            "before that"
+        )
     if not entry.shape or not entry.numel:
         fail(f"{entry.name} must have rows but is {entry}")
     return True
@@ -312,8 +272,8 @@ def _check_packing(name: str, packing: str, heads: int, kv_heads: int) -> None:
         fail(f"the {heads} query heads in {name} must be a multiple of its {kv_heads} key heads")
     if packing == "quarters" and (heads % 4 or kv_heads != heads):
         fail(
-            f"to be packed in quarters, {name} must hold as many key as query heads, a multiple of 4, but "
-            f"holds {heads} query and {kv_heads} key heads"
+            f"packed in quarters, {name} must hold as many key as query heads, a multiple of 4, but holds "
+            f"{heads} query and {kv_heads} key heads"
         )
 
 
@@ -322,28 +282,26 @@ def _check_order(checkpoint: Checkpoint, found: list[Change], model: Model) -> N
     facts, packing, roles = model.facts, model.naming.packing, {one.role for one in found}
     places = tuple({f"{one.place}." for one in found})
     ours = [one.name for one in checkpoint.entries if one.name.startswith(places)]
-    alone = any(_GATES.fullmatch(part) for name in ours for part in name.split("."))
-    for key in _GATED if roles & {"qkv", "q gate"} and not alone else ():
-        known = key == "attn_output_gate" and "q gate" in roles
-        if facts.get(key) not in (None, False, "", "none") and not known:
-            fail(
-                f"{key} is {facts[key]!r}, but no tensor holds the gates alone: gates among the rows of queries are "
-                "not supported, except those of attn_output_gate with --naming qwen3_next"
-            )
-    if "qkv" not in roles:
-        return
+    alone = any(GATES.fullmatch(part) for name in ours for part in name.split("."))
+    parts = {**inside(facts, "mapping"), **facts}
     chosen, own = model.stated.packing, packing
     if not model.stated.naming and model.family in FAMILY_NAMING:
         own = NAMINGS[FAMILY_NAMING[model.family]].packing
-    parts = {**inside(facts, "mapping"), **facts}
-    for key, (orders, usual, advice) in _ORDERS.items():
-        if own in orders.split() and parts.get(key) not in (None, *usual):
-            if chosen in {*advice.format(own).split()} & PACKINGS.keys():
+    for key in parts:
+        rule = rule_of(KEY, [str(key)])
+        if rule is None or parts[key] in rule.usual:
+            continue
+        title = f"{key} ({parts[key]!r})"
+        if not rule.packings:
+            known = alone or (key == "attn_output_gate" and "q gate" in roles)
+            if roles & {"qkv", "q gate"} and not known:
+                rule.refuse(title)
+        elif "qkv" in roles and own in rule.packings.split():
+            if chosen in {*rule.why.format(own).split()} & PACKINGS.keys():
                 return
-            fail(
-                f"fused rows must be in the order of --packing {own}, but {key} is {parts[key]!r}: pass --packing "
-                f"{advice.format(own)}"
-            )
+            rule.refuse(title, str(own))
+    if "qkv" not in roles:
+        return
     if chosen not in (None, own):
         fail(
             f"--packing is {chosen} but the code of {model.name} has {own}: for other code, pass its --naming too"
@@ -365,17 +323,12 @@ def _check_others(entries: tuple[Entry, ...], found: list[Change], model: Model)
             continue
         path = entry.name[len(place) :].lower().split(".")
         # Other modules have queries and keys of their own.
-        path = path if place in places else path[:1]
+        path = [f"{path[0]}.", *path] if place in places else path[:1]
         spec = model.of((places | layers)[place])
-        fits = spec is not None and entry.numel % spec.head_dim == 0
-        named = any(map(_NORM.fullmatch, path)) or (fits and any(map(_NAMED.fullmatch, path)))
-        # An indexer has channels of its own, and stays if the naming does not list it.
-        if named and path[0] != "indexer":
-            fail(
-                f"{entry.name} may hold channels of queries or keys, by its name and size, and the naming does not list "
-                "it: pass another --naming, merge it into the projection, remove it if the model can do without, or "
-                "rename it if it holds none"
-            )
+        whole = spec is not None and entry.numel % spec.head_dim == 0
+        rule = rule_of(BESIDE, path, whole=whole)
+        if rule is not None and rule.result == REFUSED:
+            rule.refuse(entry.name)
 
 
 def _check_complete(found: list[Change]) -> None:
@@ -420,21 +373,19 @@ def _check_layers(checkpoint: Checkpoint, found: list[Change], model: Model) -> 
         spec = model.attends(layer)
         if (prefix, layer) in known or spec is None:
             continue
-        other_kind = any(map(_WITHOUT_ROPE.search, tensors)) or checkpoint.is_shard
-        if not other_kind or any(_is_projection(*one, spec) for one in tensors.items()):
+        results = {_result(*one, spec) for one in tensors.items()}
+        if REFUSED in results or not (STAYS in results or checkpoint.is_shard):
             lacking.append(f"{prefix}{stem}{layer}".replace("\\", ""))
     if lacking:
         wanted = " or ".join(name for name, role in model.naming.modules.items() if role in main)
-        count = f" of all {model.layers} layers" if checkpoint.folder and model.layers else ""
         fail(
-            f"every layer must have projections called {wanted} but there are none in {shown(lacking)}: pass the whole "
-            f"checkpoint{count}, rename or split its projections, or say in layer_types of the configuration that a "
-            "layer has no attention ('none')"
+            f"layers must have {wanted} but there are none in {shown(lacking)}: pass the whole checkpoint, rename or split "
+            "projections, or state layer_types ('none')"
         )
 
 
-def _is_projection(rest: str, entry: Entry, spec: RopeSpec) -> bool:
-    """True if a tensor of a layer is a projection of queries or keys by its name and shape."""
-    fits = len(entry.shape) == 2 and entry.shape[0] % spec.head_dim == 0
-    named = any(map(_PROJECTION.fullmatch, rest.lower().split(".")))
-    return fits and named and not _WITHOUT_ROPE.search(rest)
+def _result(rest: str, entry: Entry, spec: RopeSpec) -> str:
+    """What the table makes of a tensor of a layer without the projections of the naming; "" if nothing."""
+    whole = len(entry.shape) == 2 and entry.shape[0] % spec.head_dim == 0
+    rule = rule_of(LAYER, [rest, *rest.lower().split(".")], whole=whole)
+    return "" if rule is None else rule.result

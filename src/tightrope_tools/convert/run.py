@@ -139,8 +139,8 @@ def convert(
     model = settled(found, model, plan, records)
     if model.interleaved is None:
         fail(
-            f"the pairing of the checkpoint must be known, and {model.who} does not state it: pass --from "
-            f"half or --from interleaved (`tightrope detect` may find it from the weights)"
+            f"the pairing of the checkpoint must be known, and {model.who} does not state it: pass --from, after "
+            "`tightrope detect`"
         )
     if model.interleaved == interleaved:
         _refuse_done(model, records, to)

@@ -19,7 +19,7 @@ from tests.support.planted_faults import named
 from tests.support.records import conversion, write_record
 from tightrope import Axes, RopeSpec, patch
 from tightrope.frequencies import Given
-from tightrope_tools.audit import audit
+from tightrope_tools.audit import ModelReport, audit, audit_model
 
 # --- models and configurations of transformers ----------------------------------------------------
 
@@ -272,3 +272,75 @@ def test_models_without_rope_and_patched_models_are_refused() -> None:
         pytest.raises(ValueError, match=r"^\[audit\] target must be .* patched; call"),
     ):
         audit(model)
+
+
+# --- all parts of a model ---------------------------------------------------------------------------
+
+TINY = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8}
+TEXT = {**TINY, "num_key_value_heads": 1, "vocab_size": 9, "max_position_embeddings": 512}
+IMAGES = {"hidden_size": 64, "num_heads": 2, "depth": 1, "intermediate_size": 8}
+
+
+def qwen(**text: Any) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+    return transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": rope, **text}, vision_config=IMAGES
+    )
+
+
+def test_every_part_of_a_model_is_audited() -> None:
+    found = audit_model(qwen(), **QUICK)
+    assert [*found.parts] == ["text_config", "vision_config"]
+    assert found.ok, str(found)
+    assert found.unseen == ()
+    text, images = found.parts.values()
+    assert text.facts["declared"].startswith("RopeSpec(head_dim=32, base=1000000.0, axes=")
+    assert images.facts["declared"].startswith("RopeSpec(head_dim=32, ")
+    assert images.facts["layout"] == "bshd"
+    for report in found.parts.values():
+        outcomes = {check.name: check.outcome for check in report.checks}
+        assert outcomes["each coordinate turns its own pairs"] == "passed"
+    assert ModelReport.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_a_part_that_cannot_be_called_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as code
+
+    def forward(*_: Any) -> None:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(code.Qwen2_5_VLVisionRotaryEmbedding, "forward", forward)
+    found = audit_model(qwen(), **QUICK)
+    assert found.unseen == ("vision_config",)
+    assert found.ok
+    (only,) = found.parts["vision_config"].findings
+    assert (only.code, only.severity) == ("not-seen", "note")
+    assert "no luck" in only.evidence
+    verdict, part, declared, unseen = found.rows()[1]
+    assert (verdict, part, unseen) == ("not seen", "vision_config", "all of it")
+    assert declared.startswith("RopeSpec(head_dim=32, ")
+
+
+def test_a_fault_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as code
+
+    right = code.apply_rotary_pos_emb_vision
+
+    def backwards(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return right(q, k, cos, -sin)
+
+    monkeypatch.setattr(code, "apply_rotary_pos_emb_vision", backwards)
+    found = audit_model(qwen(), **QUICK)
+    assert not found.ok
+    assert {name: report.codes for name, report in found.parts.items()} == {
+        "text_config": (),
+        "vision_config": ("sign",),
+    }
+
+
+def test_types_of_layers_are_parts(tmp_path: Path) -> None:
+    found = audit_model("gemma3_text", **QUICK)
+    assert [*found.parts] == ["sliding_attention", "full_attention"]
+    bases = [report.facts["frequencies"] for report in found.parts.values()]
+    assert bases == ["geometric, base 10000", "geometric, base 1e+06"]
+    assert found.ok, str(found)

@@ -16,6 +16,7 @@ BUILT: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("cos", "sin"): (COS, SIN),
     ("cis",): (torch.complex(COS, SIN),),
     ("pair",): ((COS, SIN),),
+    ("stacked",): (torch.stack((COS, SIN)),),
     ("reversed_pair",): ((SIN, COS),),
     ("sin_cos",): (torch.cat((SIN, COS)),),
     ("cos_sin",): (torch.cat((COS, SIN)),),
@@ -36,7 +37,7 @@ def test_each_form_is_built_from_cosines_and_sines() -> None:
 
 
 # The roles of one argument that holds the whole table.
-_ONE_TABLE = ("cis", "pair", "reversed_pair", "sin_cos", "cos_sin", "matrix", "angles")
+_ONE_TABLE = "pair stacked cis matrix sin_cos cos_sin angles reversed_pair".split()
 # Parameters -> the calls that their names suggest.
 SUGGESTED: dict[str, list[str]] = {
     "q, k, cos, sin, unsqueeze_dim=1": ["q, k, cos, sin", "q, k, sin, cos"],
