@@ -139,16 +139,10 @@ def rotate(
         positions: ``[tokens]``, ``[rows, tokens]`` or ``[axes, rows, tokens]``.
         omegas: see :func:`cos_sin`; their number determines how many channels rotate.
     """
-    cos, sin = cos_sin(positions, omegas)
-    cos, sin = cos[:, None], sin[:, None]  # the same for all heads
-    if inverse:
-        sin = -sin
-    first, second = channels(2 * cos.shape[-1], start, interleaved)
+    cos, sin = (each[:, None] for each in cos_sin(positions, omegas))  # the same for all heads
     result = x.detach().to(torch.float64, copy=True)
     view = as_bhsd(result, layout)
-    u, v = view[..., first], view[..., second]  # copies
-    view[..., first] = u * cos - v * sin
-    view[..., second] = u * sin + v * cos
+    view.copy_(turned(view, cos, -sin if inverse else sin, start, interleaved))
     return result
 
 
