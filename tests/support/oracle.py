@@ -157,10 +157,9 @@ def turned(
     first, second = channels(2 * cos.shape[-1], start, interleaved)
     x, cos, sin = x.double(), cos.double(), sin.double()
     u, v = x[..., first], x[..., second]
-    rest = [channel for channel in range(x.shape[-1]) if channel not in (*first, *second)]
+    rest = sorted({*range(x.shape[-1])} - {*first, *second})
     y = torch.cat((u * cos - v * sin, u * sin + v * cos, x[..., rest]), -1)
-    order = [*first, *second, *rest]
-    return y[..., [order.index(channel) for channel in range(x.shape[-1])]]
+    return y[..., torch.tensor([*first, *second, *rest]).argsort()]
 
 
 def pair_lengths(
