@@ -133,6 +133,32 @@ def test_token_by_token_or_all_at_once(
     assert_same_bits(decoded, prefill)
 
 
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@every_way
+def test_any_strides(interleaved: bool, backend: str, dtype: torch.dtype) -> None:
+    """Any order of dimensions in memory, inner strides of 1 and 2, and rows with several alignments."""
+    rows, heads, tokens, width = 2, 3, 18, 36
+    spec = RopeSpec(width, rotary_dim=34, start=1, interleaved=interleaved)
+    x = cancelling(noise(rows, heads, tokens, width, dtype=dtype), spec, 131072)
+    wanted = on(backend, rotate, x, spec, 131072)
+    views = []
+    for order, step in itertools.product(itertools.permutations(range(4)), (1, 2)):
+        sizes = *(x.shape[dim] for dim in order[:3]), x.shape[order[3]] * step
+        memory = torch.zeros(sizes, dtype=dtype)
+        views.append(memory[..., ::step].permute([order.index(dim) for dim in range(4)]))
+    wide = noise(rows, heads, tokens, 3 * width, dtype=dtype)
+    views += [wide[..., shift : shift + width] for shift in (0, 1, 3)]
+    for view in views:
+        view.copy_(x)
+        assert_same_bits(on(backend, rotate, view, spec, 131072), wanted)
+        assert_same_bits(on(backend, rotate_, view, spec, 131072), wanted)
+    same = x[:1, :1].expand(rows, heads, tokens, width)  # read only, so it may overlap itself
+    repeated = on(backend, rotate, same, spec, 131072)
+    assert_same_bits(repeated, wanted[:1, :1].expand(rows, heads, tokens, width))
+
+
 # --- vector body and tail -------------------------------------------------------------------------
 
 
