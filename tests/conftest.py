@@ -8,7 +8,6 @@ import math
 import os
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from tests.support.command import python
 from tests.support.helpers import ROOT, Output
 from tightrope.backends import cpu
 
@@ -87,16 +87,12 @@ def output_of(tmp_path_factory: pytest.TempPathFactory) -> Output:
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of all workers of this run
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
     def run(name: str, *arguments: str) -> dict[str, Any]:
         printed = folder / "-".join((name, *arguments))
         with FileLock(f"{printed}.lock"):
             if not printed.exists():
-                command = [sys.executable, "-m", name, *arguments]
-                done = subprocess.run(
-                    command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT
-                )
+                done = python("-m", name, *arguments, cwd=ROOT, TRITON_INTERPRET="0")
                 assert done.returncode == 0, done.stderr
                 printed.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
         result: dict[str, Any] = json.loads(printed.read_text(encoding="utf-8"))

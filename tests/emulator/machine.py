@@ -12,16 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.emulator.instructions import (
-    BITS,
-    Array,
-    Meaning,
-    meaning_of,
-    read,
-    write,
-)
+from tests.emulator.instructions import Meaning, meaning_of
 from tests.emulator.memory import Global, Local, Runs, Shared, Warps
 from tests.emulator.parse import Fault, Instruction, Kernel
+from tests.emulator.values import BITS, Array, read, write
 
 At = Any  # of an array of registers: an array of threads, or a slice of all
 Read = Callable[["Grid", At], Array]

@@ -1,27 +1,29 @@
-"""Rotations against the oracle, on every backend, by the bounds of docs/numerics.md.
-
-tests/kernel/cpu/test_instruction_sets.py runs this file again with each instruction set that is not in use here.
-"""
+"""Rotations against the oracle, on every backend, with every instruction set, by the bounds of docs/numerics.md."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from tests.support import oracle, tolerances
 from tests.support.helpers import on
-from tests.support.matrix import both_pairings, every_backend, every_dtype, every_way
+from tests.support.matrix import BACKENDS, OTHER_SETS, both_pairings, every_dtype
 from tests.support.tolerances import Result, assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.backends import reference
 from tightrope.functional import rotate, rotate_
 from tightrope.ops.schema import LAYOUTS, Options
 
+every_backend = pytest.mark.parametrize("backend", [*BACKENDS, *OTHER_SETS])
 TOP = 2**31 - 1
 AROUND = {"0": -12, "8k": 8192 - 12, "131k": 131072 - 12, "1M": 2**20 - 12, "2^31": TOP - 24}
 HEAD_DIMS = [2, 4, 6, 10, 48, 64, 80, 96, 100, 128, 250]
+
+
+def every_way(test: Callable[..., None]) -> Callable[..., None]:
+    return every_dtype(every_backend(both_pairings(test)))
 
 
 def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -268,7 +270,7 @@ def test_every_16_bit_number_is_rounded_to_nearest_even(
             x = torch.zeros(len(numbers), 2 * pairs * step, dtype=dtype)[:, ::step]
             x[:, member] = numbers
             options = Options(layout=5, interleaved=interleaved, add_index=False).pack()
-            (y,) = operator(x, None, words, None, at, 0, options, 1.5)
+            (y,) = on(backend, operator, x, None, words, None, at, 0, options, 1.5)
             wanted = oracle.rounded(x.double() * 1.5, dtype)
             assert int(oracle.steps_apart(y, wanted).max()) == 0
             if backend != "reference":
@@ -293,23 +295,3 @@ def test_the_gradient_is_rotated_back(
     tolerances.assert_rotated([case(cotangent, spec, ids, grad, inverse=not inverse)])
     outside = [0, 37, 38, 39]
     assert_same_bits(grad[..., outside], cotangent[..., outside])
-
-
-@every_backend
-@both_pairings
-def test_the_gradient_by_fractional_positions(interleaved: bool, backend: str) -> None:
-    """A position's gradient is Σ ω · (u · dv − v · du) over rows, heads and pairs (u, v) of y."""
-    spec, omegas = RopeSpec(24, interleaved=interleaved), oracle.frequencies(10000.0, 24)
-    ids = torch.tensor([0.5, -3.25, 1000.75, 8191.1], requires_grad=True)
-    x, cotangent = (noise(2, 3, 4, 24, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    y = on(backend, rotate, x, spec, ids)
-    (grad,) = torch.autograd.grad(y, ids, cotangent)
-    exact = oracle.rotate(x, ids.detach(), omegas, interleaved=interleaved)
-    omega = torch.tensor([float(number) for number in omegas], dtype=torch.float64)
-    members = oracle.channels(24, interleaved=interleaved)
-    (u, v), (du, dv) = ([t.double()[..., at] for at in members] for t in (exact, cotangent))
-    wanted = (omega * (u * dv - v * du)).sum((0, 1, 3))
-    scale = (omega * torch.hypot(u, v) * torch.hypot(du, dv)).sum((0, 1, 3))
-    bound = tolerances.value("angle gradient, torch.float32") * scale
-    bound = bound + tolerances.value("float32 rounding") * wanted.abs()
-    assert bool(((grad.double() - wanted).abs() <= bound).all())

@@ -1,6 +1,5 @@
 """Laws that hold for every rotation, on generated cases."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -103,27 +102,6 @@ def test_the_inverse_is_a_turn_the_other_way(case: Case) -> None:
     """`inverse=True` has the bits of negated positions: cosines are even and sines odd."""
     ids = torch.tensor([case.offset, -case.offset])
     assert_same_bits(case.rotated(at=ids, inverse=True), case.rotated(at=-ids))
-
-
-@holds_for(
-    400,
-    case=cases(plain_dtypes, st.just(2)),
-    n=offsets,
-    shift=st.sampled_from([1, -1, 77, 2**20, -(2**20) + 5, 2**29]),
-)
-def test_scores_depend_on_the_difference_of_positions_only(case: Case, n: int, shift: int) -> None:
-    m, (q, k) = case.offset, case.x.split(1)
-
-    def score(at_q: int, at_k: int) -> torch.Tensor:
-        y, z = case.rotated(q, at_q), case.rotated(k, at_k)
-        return (y.double() * z.double()).sum()
-
-    reach = max(abs(p) for p in (m, n, m + shift, n + shift))
-    # Four rotations, each with an error of at most √2 · bound · |pair|; the float64 sum adds little.
-    bound = 4 * math.sqrt(2) * tolerances.rotation_bound(case.x.dtype, reach)
-    bound += case.spec.head_dim * tolerances.value("float64 rotation")
-    scale = (case.lengths(q) * case.lengths(k)).sum() + (q.double() * k.double()).abs().sum()
-    assert abs(score(m, n) - score(m + shift, n + shift)) <= bound * (1 + bound) * scale
 
 
 # --- equalities, bit for bit ----------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """The four systems that this library began with: names, signatures, defaults and results.
 
-The functions from `turned` to `attention` are the mathematics of these systems, in float64, with
-complex numbers: a pair (u, v) is u + iv, and a rotation by φ multiplies it by exp(iφ). They call
-nothing of the library.
+The rotation by LRPE is compared in tests/unit/functional/test_lrpe.py.
 """
 
 import inspect
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import oracle
 from tests.support.helpers import noise
 from tests.support.tolerances import assert_near
 from tightrope.functional import build_freqs_cis, lrpe_rotate_1d, rotary_apply, rotary_pos_embedding
@@ -21,53 +20,15 @@ from tightrope.nn import LrpeRotate1d, PolarRoPEAttention, PolarRoPEHead, Rotary
 F64 = torch.float64
 
 
-# --- the mathematics ------------------------------------------------------------------------------
-
-
-def turned(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate the first pairs of x (…, channels) by angles that broadcast to (…, pairs)."""
-    pairs = angle.shape[-1]
-    if interleaved:
-        first, second = (slice(i, 2 * pairs, 2) for i in (0, 1))
-    else:
-        first, second = (slice(i, i + pairs) for i in (0, pairs))
-    y = x.double().clone()
-    z = torch.complex(y[..., first], y[..., second]) * torch.exp(1j * angle.double())
-    y[..., first], y[..., second] = z.real, z.imag
-    return y
-
-
 def angles(ids: torch.Tensor, width: int, base: float = 10000.0) -> torch.Tensor:
     """Return position · base^(−2k / width) as (tokens, pairs)."""
     k = torch.arange(width // 2, dtype=F64)
     return torch.outer(ids.double(), base ** (-2 * k / width))
 
 
-ACTS: dict[tuple[str, int | None], Callable[[torch.Tensor], torch.Tensor]] = {
-    ("none", None): lambda x: x,
-    ("relu", None): lambda x: x * (x > 0),
-    ("sigmoid", None): lambda x: 1 / (1 + torch.exp(-x)),
-    ("silu", None): lambda x: x / (1 + torch.exp(-x)),
-    ("softmax", -1): lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
-    ("softmax", 1): lambda x: torch.exp(x) / torch.exp(x).sum(1, keepdim=True),
-}
-
-
-def lrpe(
-    x: torch.Tensor, theta: torch.Tensor, offset: int, act: tuple[str, int | None]
-) -> torch.Tensor:
-    """Return o_t = W_t f(x_t) for x (batch, tokens, heads, channels) and θ (heads, pairs)."""
-    where = torch.arange(x.shape[1], dtype=F64)[:, None, None] + offset
-    return turned(ACTS[act](x), where * theta, False)
-
-
-def head(x: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return softmax(q · k / √d) v of rotated and gated q and k, of one head without a mask."""
-    q, k, v = (x @ p[f"{name}_proj.weight"].T for name in "qkv")
-    angle = angles(torch.arange(x.shape[1]), q.shape[-1])
-    gate = p["gamma"].exp() if "gamma" in p else 1.0
-    q, k = turned(q, angle, True) * gate, turned(k, angle, True) * gate
-    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+def turned(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate the first pairs of x (…, channels) by angles that broadcast to (…, pairs)."""
+    return oracle.turned(x, angle.cos(), angle.sin(), 0, interleaved)
 
 
 # --- signatures -----------------------------------------------------------------------------------
@@ -157,42 +118,17 @@ def test_attributes_and_growth() -> None:
 
 # --- polar attention ------------------------------------------------------------------------------
 
-X = noise(2, 7, 12)
-
-
-def with_gates(module: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a module whose gates are no longer 1, and its parameters."""
-    for name, p in module.named_parameters():
-        if name.endswith("gamma"):
-            assert not p.any()  # the gate begins as 1
-            torch.nn.init.normal_(p)
-    return module, {name: p.detach() for name, p in module.named_parameters()}
-
 
 @pytest.mark.parametrize("use_spd", [True, False])
 def test_a_polar_head(use_spd: bool) -> None:
-    module, p = with_gates(PolarRoPEHead(12, 8, use_spd, dtype=F64))
-    got = module(X, *build_freqs_cis(7, 8, dtype=F64))
-    assert got.shape == (2, 7, 8)
-    assert_near(got, head(X, p), "float64 ways")
-
-
-# --- LRPE rotate 1-D ------------------------------------------------------------------------------
-
-#: θ for 3 heads of 4 pairs -> its value for each head and pair.
-THETAS: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "(h, d/2)": (noise(3, 4, seed=2), lambda theta: theta),
-    "(d/2)": (noise(4, seed=3), lambda theta: theta.expand(3, 4)),
-    "(h)": (noise(3, seed=4), lambda theta: theta[:, None].expand(3, 4)),
-}
-every_theta = pytest.mark.parametrize("theta, spread", THETAS.values(), ids=THETAS)
-every_act = pytest.mark.parametrize("act", ACTS, ids=str)
-
-
-@every_act
-@every_theta
-def test_lrpe(theta: torch.Tensor, spread: Any, act: tuple[str, int | None]) -> None:
-    x = noise(2, 5, 3, 8)
-    for offset in (0,) if act == ("softmax", 1) else (0, 9):
-        y = lrpe_rotate_1d(x, theta, offset, *act)
-        assert_near(y, lrpe(x, spread(theta), offset, act), "float64 ways")
+    """It is softmax(q · k / √d) v of rotated and gated q and k, without a mask; the gate begins as 1."""
+    x, module = noise(2, 7, 12), PolarRoPEHead(12, 8, use_spd, dtype=F64)
+    gate = 1.0
+    if use_spd:
+        assert not module.gamma.any()
+        gate = torch.nn.init.normal_(module.gamma).detach().exp()
+    q, k, v = (x @ getattr(module, f"{name}_proj").weight.detach().T for name in "qkv")
+    angle = angles(torch.arange(7), 8)
+    q, k = turned(q, angle, True) * gate, turned(k, angle, True) * gate
+    wanted = (q @ k.mT / math.sqrt(8)).softmax(-1) @ v
+    assert_near(module(x, *build_freqs_cis(7, 8, dtype=F64)), wanted, "float64 ways")

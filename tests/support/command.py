@@ -12,6 +12,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
+import tightrope
+
 
 def call(
     main: Callable[[], int], *arguments: object, width: int | str = 80
@@ -31,10 +33,15 @@ def call(
 def python(
     *arguments: object, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python in a new process, in a folder, with these additional environment variables."""
+    """Run Python in a new process, in a folder, with this library and these additional environment variables.
+
+    It joins no parallel run of the tests that this process is a worker of.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    paths = str(Path(tightrope.__file__).resolve().parents[1]), own.get("PYTHONPATH")
+    own |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | environment
     command = [sys.executable, *map(str, arguments)]
-    more = os.environ | environment
-    return subprocess.run(command, cwd=cwd, env=more, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, check=False)
 
 
 def interrupted(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import re
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import metadata
@@ -20,7 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tightrope.backends import use
+from tightrope.backends import cpu, use
+
+#: The instruction sets of this machine; a compiled call of `on` cannot ask the library for them.
+SETS = cpu.instruction_sets()
 
 #: The folder of the checkout.
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,38 +64,21 @@ def assert_form(error: Exception, kind: type[Exception], of: str = "") -> None:
 
 
 def assert_refused(kind: type[Exception], of: str, phrase: str, call: Call) -> None:
-    """Assert that a call is refused by a sentence with this phrase; see :func:`refusals`."""
+    """Assert that a call is refused by a sentence with this phrase, found anywhere in it.
+
+    The phrase carries the rule; an "…" at either end is left out. What all texts have in common is checked by
+    :func:`assert_form`.
+    """
     with pytest.raises(kind, match=re.escape(phrase.strip("…"))) as caught:
         call()
     assert_form(caught.value, kind, of)
 
 
-def refusals(of: str = "", **errors: Mapping[str, Call | list[Call]]) -> Callable[..., None]:
-    """Return a test that calls are refused: a row has a type of error, a phrase, and the call.
-
-    The phrase carries the rule, and is found anywhere in the text; an "…" at either end is left out. What all
-    texts have in common is checked by :func:`assert_form`.
-
-    Args:
-        of: the operation that all errors name; "" if it differs, or is a part of the phrases.
-        errors: the call or calls of each phrase, for each type of error.
-    """
-    rows = [
-        pytest.param(getattr(builtins, kind), text, call, id=f"[{of}] {text}" if of else text)
-        for kind, sentences in errors.items()
-        for text, calls in sentences.items()
-        for call in (calls if isinstance(calls, list) else [calls])
-    ]
-
-    @pytest.mark.parametrize("kind, text, call", rows)
-    def test(kind: type[Exception], text: str, call: Call) -> None:
-        assert_refused(kind, of, text, call)
-
-    return test
-
-
 def on(backend: str | None, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a function with a backend that is forced, or with none."""
+    """Call a function with a backend that is forced, by the CPU kernel for an instruction set, or with none."""
+    if backend in SETS:
+        cpu.use_instruction_set(backend)  # until the end of the test: see conftest.py
+        backend = "cpu"
     with nullcontext() if backend is None else use(backend):
         return call(*arguments, **named)
 

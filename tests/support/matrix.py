@@ -30,6 +30,12 @@ BACKENDS = [
     for name, reason in tightrope.backends.why_not().items()
     if not registry.BACKENDS[name].DEVICES or "cpu" in registry.BACKENDS[name].DEVICES
 ]
+#: The instruction sets that are not in use here, which `on` takes for a backend.
+OTHER_SETS = [
+    name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow)
+    for name in cpu.instruction_sets()
+    if name != cpu.instruction_set()
+]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])

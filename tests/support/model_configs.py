@@ -67,10 +67,8 @@ def _config(name: str) -> dict[str, Any]:
     return next(model.config for model in MODELS if model.name == name)
 
 
-QWEN2_VL = _config("Qwen/Qwen2-VL-7B-Instruct")
 QWEN3_VL = _config("Qwen/Qwen3-VL-8B-Instruct:text_config")
 LLAMA4_SCOUT = _config("meta-llama/Llama-4-Scout-17B-16E:text_config")
-GEMMA3_LAYERS = ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" for n in range(26)]
 
 
 def llama3(factor: float) -> dict[str, Any]:

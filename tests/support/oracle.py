@@ -139,16 +139,10 @@ def rotate(
         positions: ``[tokens]``, ``[rows, tokens]`` or ``[axes, rows, tokens]``.
         omegas: see :func:`cos_sin`; their number determines how many channels rotate.
     """
-    cos, sin = cos_sin(positions, omegas)
-    cos, sin = cos[:, None], sin[:, None]  # the same for all heads
-    if inverse:
-        sin = -sin
-    first, second = channels(2 * cos.shape[-1], start, interleaved)
+    cos, sin = (each[:, None] for each in cos_sin(positions, omegas))  # the same for all heads
     result = x.detach().to(torch.float64, copy=True)
     view = as_bhsd(result, layout)
-    u, v = view[..., first], view[..., second]  # copies
-    view[..., first] = u * cos - v * sin
-    view[..., second] = u * sin + v * cos
+    view.copy_(turned(view, cos, -sin if inverse else sin, start, interleaved))
     return result
 
 
@@ -163,10 +157,9 @@ def turned(
     first, second = channels(2 * cos.shape[-1], start, interleaved)
     x, cos, sin = x.double(), cos.double(), sin.double()
     u, v = x[..., first], x[..., second]
-    rest = [channel for channel in range(x.shape[-1]) if channel not in (*first, *second)]
+    rest = sorted({*range(x.shape[-1])} - {*first, *second})
     y = torch.cat((u * cos - v * sin, u * sin + v * cos, x[..., rest]), -1)
-    order = [*first, *second, *rest]
-    return y[..., [order.index(channel) for channel in range(x.shape[-1])]]
+    return y[..., torch.tensor([*first, *second, *rest]).argsort()]
 
 
 def pair_lengths(

@@ -1,4 +1,4 @@
-"""Reference formulas of prologues f (activations, RMSNorm) and the rotation, in float64.
+"""Reference formulas of prologues f (activations, RMSNorm) and of angles, in float64.
 
 They are independent of the library. Derivatives come from autograd, so this file has no formulas
 for derivatives.
@@ -55,24 +55,6 @@ def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
         return x / length
     factor = weight + offset
     return x / length * (factor if weight.dim() == 1 else factor[:, None])
-
-
-def turn(x: torch.Tensor, angle: torch.Tensor, start: int, interleaved: bool) -> torch.Tensor:
-    """Rotate x (rows, heads, tokens, channels) by angles (tokens, pairs)."""
-    pairs = angle.shape[-1]
-    if interleaved:
-        first = [start + 2 * k for k in range(pairs)]
-        second = [start + 2 * k + 1 for k in range(pairs)]
-    else:
-        first = [start + k for k in range(pairs)]
-        second = [start + pairs + k for k in range(pairs)]
-    cos, sin = torch.cos(angle), torch.sin(angle)
-    u, v = x[..., first], x[..., second]
-    columns = list(x.unbind(-1))
-    for k in range(pairs):
-        columns[first[k]] = u[..., k] * cos[:, k] - v[..., k] * sin[:, k]
-        columns[second[k]] = u[..., k] * sin[:, k] + v[..., k] * cos[:, k]
-    return torch.stack(columns, -1)
 
 
 def angles(tokens: int, offset: int, rotary_dim: int, base: float = 10000.0) -> torch.Tensor:

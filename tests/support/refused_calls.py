@@ -1,6 +1,6 @@
 """Calls that must raise errors, from files with a JSON object per line.
 
-Each has of the error its type, a phrase and the operation that it names; see `refusals` in helpers.py. A call is
+Each has of the error its type, a phrase and the operation that it names; see `assert_refused` in helpers.py. A call is
 written in one of two ways:
 
 - `call`, the name of a function, with the arguments that are wrong: by position (`args`) and by name (`with`), in

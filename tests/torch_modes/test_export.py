@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-import tightrope
 from tests.support import oracle
+from tests.support.command import python
 from tests.support.helpers import ROOT, noise, on
 from tests.support.matrix import COMPILER, needs_compiler, needs_kernel
 from tests.support.tolerances import assert_rotations, assert_same_bits
@@ -75,15 +74,7 @@ def export() -> torch.export.ExportedProgram:
 def run_alone(folder: Path, script: str) -> None:
     """Run a script in a process of its own, with the library's path in `LIBRARY`."""
     start = f"import sys, torch\nLIBRARY = {str(cpu.library_path())!r}\n"
-    environment = {**os.environ, "PYTHONPATH": str(Path(tightrope.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", start + script],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", start + script, cwd=folder)
     assert done.returncode == 0, done.stderr
 
 

@@ -32,7 +32,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
 def turned(x: torch.Tensor) -> torch.Tensor:
     """Rotate all channels of x in float64, from OFFSET on."""
     angle = oracle_acts.angles(x.shape[2], OFFSET, x.shape[-1])
-    return oracle_acts.turn(x, angle, 0, False)
+    return oracle.turned(x, angle.cos(), angle.sin())
 
 
 # --- against formulas -----------------------------------------------------------------------------

@@ -1,10 +1,6 @@
 """Test the choice of an instruction set; run laws with each set of this machine, which gives the same bits."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,39 +8,24 @@ import torch
 import tightrope
 from tests.support import calls, tolerances
 from tests.support.calls import CASES, Call
+from tests.support.command import python
 from tests.support.helpers import ROOT, on
+from tests.support.matrix import OTHER_SETS
 from tightrope import RopeSpec
 from tightrope.backends import cpu
 from tightrope.functional import rotate
 
-TESTS = ROOT / "tests"
 MISSING = tightrope.backends.why_not()["cpu"]
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no native library: {MISSING}")
 
 SETS = cpu.instruction_sets()
-# The ordinary run of the tests covers the instruction set in use.
-OTHERS = [
-    name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow)
-    for name in SETS
-    if name != cpu.instruction_set()
-]
-
-
-def python(*arguments: str, isa: str) -> subprocess.CompletedProcess[str]:
-    """Run a new Python process with an instruction set forced by the environment."""
-    paths = [str(Path(tightrope.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    # This process may be a worker of a parallel test run, which the new process must not join.
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    own |= {"TIGHTROPE_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("isa", ["", *SETS])
 def test_the_environment_forces_a_set(isa: str) -> None:
     program = "from tightrope.backends import cpu; print(cpu.instruction_set())"
-    done = python("-c", program, isa=isa)
+    done = python("-c", program, TIGHTROPE_CPU_ISA=isa)
     assert (done.returncode, done.stdout.strip()) == (0, isa or SETS[0]), done.stderr
 
 
@@ -58,11 +39,11 @@ except ImportError as error:
     print(error)
 """
     start = f"[tightrope] TIGHTROPE_CPU_ISA must be one of {', '.join(SETS)} on this processor"
-    done = python("-c", program, isa=name)
+    done = python("-c", program, TIGHTROPE_CPU_ISA=name)
     assert done.stdout.splitlines() == [f"{start} but got {name!r}."], done.stderr
 
 
-# Laws whose code the sets do not share; one process runs all that are slow.
+# Laws whose code the sets do not share, beside those of laws/test_numerics.py, which run for each set.
 OWN_LAWS = (
     "laws/test_invariance.py",
     "laws/test_calls.py::test_layouts_and_strides_agree",
@@ -71,13 +52,12 @@ OWN_LAWS = (
 )
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize(
-    "files", [("laws/test_numerics.py",), pytest.param(OWN_LAWS, marks=pytest.mark.slow)]
-)
-def test_the_operator_under_each_set(files: tuple[str, ...], name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_SETS)
+def test_the_operator_under_each_set(name: str) -> None:
     options = ["-q", "-rs", "-p", "no:cacheprovider", "-k", "not reference"]
-    done = python("-m", "pytest", *options, *(str(TESTS / file) for file in files), isa=name)
+    files = [ROOT / "tests" / file for file in OWN_LAWS]
+    done = python("-m", "pytest", *options, *files, cwd=ROOT, TIGHTROPE_CPU_ISA=name)
     assert done.returncode == 0, done.stdout + done.stderr
     counted = re.search(r"(\d+) passed", done.stdout)
     assert counted is not None

@@ -14,10 +14,7 @@ from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope import RopeSpec
 from tightrope.backends import cpu
 from tightrope.frequencies import YaRN
-from tightrope.functional import (
-    rotate,
-    rotate_qk,
-)
+from tightrope.functional import rotate, rotate_, rotate_qk
 from tightrope.ops import schema
 from tightrope.positions import per_head
 
@@ -37,19 +34,26 @@ def same(found: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("threads", [2, 7])
 @pytest.mark.parametrize("heads", [131, 701])
 def test_threads_divide_heads(heads: int, threads: int) -> None:
-    """Of one or two tokens, also where their number does not divide that of the heads: no head is lost."""
-    spec = RopeSpec(512)
-    for tokens, rows, kind in itertools.product((1, 2), (1, 3), ("shared", "per head", "silu")):
+    """Of one or two tokens, also where their number does not divide that of the heads: none is lost or rotated twice.
+
+    With few heads of k, and in rows whose heads are not one run of memory.
+    """
+    spec, kinds = RopeSpec(512), ("shared", "apart", "per head", "silu")
+    for tokens, rows, kind in itertools.product((1, 2), (1, 3), kinds):
         q = noise(rows, heads, tokens, 512, dtype=torch.float32)
+        q = q.transpose(1, 2).contiguous().transpose(1, 2) if kind == "apart" else q
         own = per_head(torch.arange(heads * tokens).view(heads, tokens))
         where = own if kind == "per head" else 5
         options: dict[str, Any] = {"act": "silu" if kind == "silu" else None}
         torch.set_num_threads(1)
         want = rotate(q, spec, where, **options)
         torch.set_num_threads(threads)
+        if kind != "per head":
+            ys = rotate_qk(q, q[:, :5], spec, where, **options)
+            assert_same_bits(ys, (want, want[:, :5]))
         out = torch.full_like(q, torch.nan)
-        rotate(q, spec, where, out=out, **options)
-        assert_same_bits(out, want)
+        assert_same_bits(rotate(q, spec, where, out=out, **options), want)
+        assert_same_bits(rotate_(q, spec, where, **options), want)
 
 
 # --- kept angles ----------------------------------------------------------------------------------

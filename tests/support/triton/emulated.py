@@ -133,8 +133,6 @@ def decode() -> dict[str, Any]:
 
 def main(target: str, what: str) -> int:
     os.environ["TIGHTROPE_EMULATE"] = target
-    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-        del os.environ[name]
     torch.set_num_threads(1)
     from tests.support.triton import cases
     from tightrope.backends.triton import blocks

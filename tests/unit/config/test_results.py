@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import copy
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import transformers
 
-from tests.support.helpers import refusals
 from tests.support.reading import LLAMA, llama, read, refused
+from tests.support.refused_calls import refused_calls
 from tightrope import Axes, RopeSpec
 from tightrope.config import LayerSpecs, sections
 from tightrope.frequencies import RULES, Frequencies, Rule, default
@@ -41,39 +40,9 @@ def test_a_layer_has_the_spec_of_its_type() -> None:
     assert [specs.of(layer) for layer in range(3)] == [RopeSpec(64), None, None]
 
 
-ANY: Any = LayerSpecs  # also of arguments that have no such types
-OF_A = ANY({"a": RopeSpec(64)}, ("a", "b"))
-test_errors_of_layer_specs = refusals(
-    "LayerSpecs",
-    TypeError={
-        "specs must be a dictionary but got 3.": lambda: ANY(3),
-        "each spec must be a RopeSpec or None but got 3.": lambda: ANY({"a": 3}),
-        "layers must be a tuple of layer types or None but got 'ab'.": (
-            lambda: ANY({"a": None}, "ab")
-        ),
-    },
-    AttributeError={
-        f"{name} must be read from one spec of a layer type, as layers differ; specs['b'].{name}.": (
-            lambda name=name: getattr(ANY({"a": None, "b": RopeSpec(64)}), name)
-        )
-        for name in ("cos_sin", "at", "head_dim")
-    },
-)
-test_errors_of_layers = refusals(
-    "LayerSpecs.of",
-    TypeError={
-        f"layer must be an int but got {layer!r}.": lambda layer=layer: OF_A.of(layer)
-        for layer in ("a", True, 0.5)
-    },
-    ValueError={
-        "layer must lie in [0, 2) but got 2.": lambda: OF_A.of(2),
-        "layer must lie in [0, 2) but got -1.": lambda: OF_A.of(-1),
-        "layer 1 must be of a type with a spec, of a, but is 'b'.": lambda: OF_A.of(1),
-        "the config must list the type of each layer but does not.": (
-            lambda: ANY({"a": None}).of(0)
-        ),
-    },
-)
+LATER = LayerSpecs({"a": None, "b": RopeSpec(64)})
+OF_A = LayerSpecs({"a": RopeSpec(64)}, ("a", "b"))
+test_calls = refused_calls(Path(__file__).with_name("refused_calls.jsonl"), {}, globals())
 
 
 def test_a_layer_type_gives_its_spec_or_none() -> None:
@@ -170,11 +139,6 @@ def test_objects_with_attributes() -> None:
 
     assert read(Saved()) == read(argparse.Namespace(**LLAMA)) == SPEC
     refused(5, "config must be a mapping, a config object, a model or a path but got 5.", TypeError)
-
-
-def test_import_of_the_package_leaves_the_reader_alone() -> None:
-    code = "import sys, tightrope; sys.exit('tightrope.config' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_new_rule_is_read_without_a_change_here() -> None:

@@ -65,6 +65,8 @@ both_ = calls_of(rotate_qk_, q=X, k=Y, rope=SPEC)
 negated = torch.complex(OUT, OUT).conj().imag
 twice = torch.zeros(1, 1, 1, 12).expand(2, 3, 5, 12)
 BUFFER = full_of(2, 3, 9, 12)
+with torch.inference_mode():
+    FROZEN = full_of(2, 3, 5, 12, seed=3)  # as in torch, it has no version counter
 
 
 # --- keywords of earlier versions -----------------------------------------------------------------

@@ -53,6 +53,14 @@ def test_a_row_outside_the_tables(ids: list[int]) -> None:
     both = table[None, None], table[None, None]
     (raw,) = schema.rotate(x, None, *both, where[None, None], 0, form, 1.0)
     assert torch.equal(raw.isnan(), y.isnan())
+    # Such a token gives the tables no gradient.
+    leaf, grad = table.clone().requires_grad_(), noise(2, 3, 5, 12, seed=1, dtype=F32)
+    slopes = []
+    for some in (torch.ones(5, dtype=torch.bool), ~outside):
+        given = leaf[None, None], leaf[None, None], where[some][None, None], 0, form, 1.0
+        (y,) = schema.rotate(x[:, :, some], None, *given)
+        slopes += torch.autograd.grad(y, leaf, grad[:, :, some])
+    assert_near(*slopes, "float32 ways")
 
 
 # --- the signature that is proposed for torch.nn.functional ---------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +16,6 @@ from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
 from tightrope.backends import reference
 from tightrope.functional import (
-    apply_rotary_pos_emb_,
-    rerotate_,
     rotate,
     rotate_,
     rotate_qk,
@@ -136,35 +133,6 @@ def test_operators_of_the_definition_refuse_overlap_too() -> None:
         with pytest.raises(RuntimeError, match="rotate_into: memory overlaps"):
             reference.rotate_into(x[:, :, :4], None, out, None, *call)
     assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_inference_tensors_do_not_change_outside_of_inference_mode(backend: str | None) -> None:
-    """As in torch: such a tensor has no version counter."""
-    with torch.inference_mode():
-        frozen = noise(1, 2, 5, 8)
-    x, cos = noise(1, 2, 5, 8), torch.ones(5, 8)
-    before = x.clone(), frozen.clone()
-    calls: list[tuple[str, Callable[[], object]]] = [
-        ("rotate_] x", lambda: rotate_(frozen, SPEC, 3)),
-        ("rotate_] x", lambda: rotate_(frozen[:, 1:], SPEC.at(3))),
-        ("rotate_] x", lambda: rotate_(frozen, SPEC, act="silu")),
-        ("rotate_qk_] k", lambda: rotate_qk_(x, frozen, SPEC)),
-        ("rotate_qk_] k", lambda: rotate_qk_(x, frozen, SPEC, act=("silu", None))),
-        ("rotate_qk_] q", lambda: rotate_qk_(frozen, x, SPEC.at(None))),
-        ("rerotate_] k", lambda: rerotate_(frozen, SPEC, SPEC, 0, 3)),
-        ("apply_rotary_pos_emb_] q", lambda: apply_rotary_pos_emb_(frozen, None, cos, cos)),
-        ("rotate] out", lambda: rotate(x, SPEC, out=frozen)),
-        ("rotate_qk] out", lambda: rotate_qk(x, x, SPEC, out=(x.clone(), frozen))),
-    ]
-    for name, call in calls:
-        with pytest.raises(
-            ValueError, match=re.escape(f"[{name} is an inference tensor, which ca")
-        ):
-            on(backend, call)
-        assert torch.equal(x, before[0]), name
-        assert torch.equal(frozen, before[1]), name
-    assert not on(backend, rotate, frozen, SPEC, 3).is_inference()
 
 
 def test_autocast_changes_nothing() -> None:

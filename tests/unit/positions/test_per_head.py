@@ -79,9 +79,13 @@ def test_lost_positions_and_the_longest_of_a_row(backend: str | None) -> None:
         return on(backend, rotate, one, spec.at(at, seq_len=longest))
 
     longest = ids.amax((1, 2)) + 1
-    want = by_loop(x_of(), alone, ids)
-    for rope, at in ((spec, per_head(ids)), (spec.at(per_head(ids)), None)):
-        assert_same_bits(on(backend, rotate, x_of(), rope, at), want)
+    some = ids.double()
+    some[1, 0, 2] = torch.nan  # is no length
+    for own in (ids, some):
+        want = by_loop(x_of(), alone, own).nan_to_num(7.0)
+        for rope, at in ((spec, per_head(own)), (spec.at(per_head(own)), None)):
+            got = on(backend, rotate, x_of(), rope, at)
+            assert_same_bits(got.nan_to_num(7.0), want)
 
 
 @every_backend

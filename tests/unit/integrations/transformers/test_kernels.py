@@ -7,17 +7,13 @@ during its own import.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 from transformers.utils import import_utils
 
+from tests.support.command import python
 from tests.support.helpers import ROOT
 from tightrope.integrations.transformers import mapping, register
-
-SOURCE = ROOT / "src"
 
 needs_kernels = pytest.mark.skipif(
     importlib.util.find_spec("kernels") is None, reason="the kernels package is not installed"
@@ -46,13 +42,7 @@ def runs_operator(call):
 
 
 def run(code: str) -> None:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT), *sys.path]),
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", START + code], env=environment, capture_output=True, text=True
-    )
+    done = python("-c", START + code, cwd=ROOT, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
