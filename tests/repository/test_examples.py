@@ -10,6 +10,8 @@ import torch
 import state_tracking
 import train_bytes
 from benchmarks import state_tracking as picture
+from tests.support.command import python
+from tests.support.helpers import ROOT
 from tests.support.tolerances import assert_each, assert_same_bits
 from train_bytes import ByteTransformer, Size
 
@@ -67,3 +69,16 @@ def test_train_bytes_decodes_as_it_reads() -> None:
     tokens = torch.tensor([[*b"abc", *(token for token, _ in found)]])
     want = model(tokens)[0, 2:-1]
     torch.testing.assert_close(torch.stack([logits for _, logits in found]), want)
+
+
+@pytest.mark.parametrize("name", ["callback", "liger"])
+def test_plugs_train_two_steps_and_say_what_they_served(name: str) -> None:
+    """The third, the place for kernels in transformers, runs in the tests of that plug."""
+    if name == "liger":
+        pytest.importorskip("liger_kernel.backends")
+    done = python(ROOT / "examples" / "plugs.py", name)
+    assert done.returncode == 0, done.stderr
+    wanted = {"callback": "4 of 4 calls of apply_rotary_pos_emb", "liger": "8 of 8 rotations"}
+    assert f"served {wanted[name]}" in done.stdout
+    first, last = (float(loss) for loss in re.findall(r"losses (\S+) and (\S+)", done.stdout)[0])
+    assert last < first

@@ -30,14 +30,13 @@ from tightrope.functional import (
     rotate_qk_,
     write_kv,
 )
+from tightrope.integrations import onnx
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from tightrope.integrations import onnx  # noqa: E402  (only if the runtime is there)
-
 ROWS, TOKENS = torch.export.Dim("rows"), torch.export.Dim("tokens")
-LENGTH, FAR, HEADS = 4096, 2**31 - 1, 16
+FAR, HEADS = 2**31 - 1, 16
 Tensors = Sequence[torch.Tensor]
 Function = Callable[..., Tensors]
 
@@ -60,17 +59,12 @@ def shapes_of(inputs: Tensors) -> Any:
     return (tuple({i: dims[n] for i, n in enumerate(x.shape) if n in dims} for x in inputs),)
 
 
-def exported(
-    call: Function, inputs: Tensors, opset: int | None = None, shapes: Any = shapes_of
-) -> Any:
+def exported(call: Function, inputs: Tensors) -> Any:
     """Export by torch's own function."""
+    model = Model(call).eval()
+    shapes = shapes_of(inputs)
     return torch.onnx.export(
-        Model(call).eval(),
-        tuple(inputs),
-        dynamo=True,
-        verbose=False,
-        opset_version=opset,
-        dynamic_shapes=shapes(inputs),
+        model, tuple(inputs), dynamo=True, verbose=False, dynamic_shapes=shapes
     )
 
 
@@ -79,10 +73,6 @@ def run(program: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
     feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
     return [torch.from_numpy(y) for y in session.run(None, feeds)]
-
-
-def nodes(program: Any, kind: str = "RotaryEmbedding") -> int:
-    return sum(node.op_type == kind for node in program.model.graph)
 
 
 def near(name: str, y: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -121,11 +111,9 @@ class Case(NamedTuple):
 
 
 HALF, PAIRED = RopeSpec(32), RopeSpec(32, interleaved=True)
-PREFIX = RopeSpec(32, rotary_dim=16)
 MIDDLE = RopeSpec(32, rotary_dim=16, start=8, interleaved=True)
-
 FEW = {
-    "prefix": Case(PREFIX, "sbhd", "ids", inverse=True),
+    "prefix": Case(RopeSpec(32, rotary_dim=16), "sbhd", "ids", inverse=True),
     "float16": Case(HALF, "bhsd", "rows", torch.float16),
     "bfloat16": Case(MIDDLE, "bshd", "ids", torch.bfloat16),
     "in place": Case(MIDDLE, "bhsd", 7, in_place=True),
@@ -153,10 +141,9 @@ def has_rows(case: Mapping[str, Any]) -> bool:
 EVERY = {
     str(number): made(**case) for number, case in enumerate(pairwise.covering(OPTIONS, has_rows))
 }
-SOME = dict(list(EVERY.items())[::2])
 
 
-def inputs_of(rows: int, tokens: int, reach: int) -> tuple[torch.Tensor, ...]:
+def inputs_of(rows: int, tokens: int, reach: int = FAR) -> tuple[torch.Tensor, ...]:
     """Return x, ids of tokens and ids of rows and tokens, below ``reach``."""
     generator = torch.Generator().manual_seed(rows)
     x = noise(rows, HEADS, tokens, 32, seed=rows, dtype=torch.float32)
@@ -173,11 +160,9 @@ def rotations(cases: Mapping[str, Case]) -> Function:
     return call
 
 
-def check_rotations(
-    program: Any, cases: Mapping[str, Case], reach: int, sizes: Any = ((3, 7), (1, 11))
-) -> None:
-    for size in sizes:
-        x, *at = inputs_of(*size, reach)
+def check_rotations(program: Any, cases: Mapping[str, Case]) -> None:
+    for size in ((3, 7), (1, 11)):
+        x, *at = inputs_of(*size)
         for (name, case), y in zip(cases.items(), run(program, x, *at), strict=True):
             near(name, y, case.rotate(x.to(case.dtype).double(), *at), case.dtype)
 
@@ -185,84 +170,18 @@ def check_rotations(
 @pytest.mark.parametrize(
     "cases", [FEW, pytest.param(dict([*EVERY.items()][::4]), marks=pytest.mark.slow)]
 )
-def test_plain_torch_by_default(cases: dict[str, Case]) -> None:
-    program = exported(rotations(cases), inputs_of(2, 5, FAR))
-    assert nodes(program) == 0
-    check_rotations(program, cases, FAR)
-
-
-@pytest.mark.parametrize(
-    "cases, length",
-    [
-        (FEW, LENGTH),
-        pytest.param(EVERY, LENGTH, marks=pytest.mark.slow),
-        pytest.param(SOME, None, marks=pytest.mark.slow),
-    ],
-)
-def test_one_node_for_each_tensor(cases: dict[str, Case], length: int | None) -> None:
-    """Positions outside the tables give NaN."""
-    with onnx.rotary_nodes(length=length):
-        program = exported(rotations(cases), inputs_of(2, 5, LENGTH), 23)
-    # The operator of ONNX has no float64.
-    plain = sum(case.dtype == torch.float64 for case in cases.values())
-    assert nodes(program) == len(cases) - plain
-    check_rotations(program, cases, FAR if length is None else LENGTH)
-    if cases is FEW:
-        assert nodes(program, "Cos") == 0  # tables need none
-        x, ids, rows = inputs_of(2, 5, LENGTH)
-        ids[1], ids[2], rows[1, 3] = LENGTH, -1, LENGTH + 5
-        found = dict(zip(cases, run(program, x, ids, rows)))
-        lost = found["prefix"][..., :16].isnan().nonzero()[:, 0].unique().tolist()
-        assert lost == [1, 2]
-        lost = found["float16"].isnan().nonzero()[:, [0, 2]].unique(dim=0).tolist()
-        assert lost == [[1, 3]]
+def test_rotations(cases: dict[str, Case]) -> None:
+    check_rotations(exported(rotations(cases), inputs_of(2, 5)), cases)
 
 
 @pytest.mark.slow
-def test_a_number_of_heads_that_is_not_known() -> None:
-    heads = ({1: torch.export.Dim("heads")},)
-    inputs = [noise(2, 4, 7, 32, dtype=torch.float32)]
-    with onnx.rotary_nodes(length=LENGTH):
-        program = exported(lambda _, x: [rotate(x, PREFIX)], inputs, 23, lambda _: (heads,))
-    assert nodes(program) == 1
-    x = inputs_of(2, 7, LENGTH)[0]
-    near("heads", run(program, x)[0], rotate(x.double(), PREFIX), torch.float32)
-
-
-@pytest.mark.slow
-def test_static_sizes_need_no_length() -> None:
-    fixed = positions.Positions(None, 3, add_index=False)
-    cases = {"half": Case(HALF), "middle": Case(MIDDLE, "thd", 1000), "in place": FEW["in place"]}
-    cases["one position"] = Case(HALF, at=fixed)
-    with onnx.rotary_nodes():
-        program = exported(rotations(cases), inputs_of(3, 7, 9), 23, lambda _: None)
-    assert nodes(program) == len(cases)
-    assert nodes(program, "Cos") == nodes(program, "Where") == 0
-    check_rotations(program, cases, 9, [(3, 7)])
-
-
-@pytest.mark.slow
-def test_more_tokens_than_positions() -> None:
-    """Packed sequences: ONNX Runtime's node refuses ids if its tables have fewer rows than tokens."""
-    cases = {"half": Case(HALF, at="ids")}
-    with onnx.rotary_nodes(length=4):
-        program = exported(rotations(cases), inputs_of(2, 5, 4), 23)
-    assert nodes(program) == 1
-    check_rotations(program, cases, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [onnx.plain_torch, onnx.rotary_nodes])
-def test_an_exported_program(block: Any) -> None:
+def test_an_exported_program() -> None:
     """A program that was exported in a block can be converted outside of it."""
-    cases, inputs = {"in place": FEW["in place"]}, inputs_of(2, 5, 9)
-    with block():
-        program = torch.export.export(
-            Model(rotations(cases)).eval(), inputs, dynamic_shapes=shapes_of(inputs)
-        )
-    made = torch.onnx.export(program, dynamo=True, verbose=False, opset_version=23)
-    assert nodes(made) == (block is onnx.rotary_nodes)
-    check_rotations(made, cases, FAR)
+    inputs = inputs_of(2, 5)
+    with onnx.plain_torch():
+        model = Model(rotations(FEW)).eval()
+        program = torch.export.export(model, inputs, dynamic_shapes=shapes_of(inputs))
+    check_rotations(torch.onnx.export(program, dynamo=True, verbose=False), FEW)
 
 
 # --- everything else that the operator can do -----------------------------------------------------
@@ -275,7 +194,7 @@ BY_LENGTH = RopeSpec(32, scaling=DynamicNTK(factor=2.0, original_max_position=8)
 def others(
     w: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, axes: torch.Tensor, at: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return results of x ``[rows, heads, tokens, 32]`` that ONNX computes by a node, then the others.
+    """Return results of x ``[rows, heads, tokens, 32]``.
 
     Args:
         w: a parameter ``[heads, 32]``.
@@ -290,7 +209,7 @@ def others(
     tables = [torch.cat((f(turns),) * 2, -1).to(x.dtype) for f in (torch.cos, torch.sin)]
     far = at * 1e5
     q, k = rotate_qk_(x.clone(), x[:, :2].clone(), HALF, ids, gate=gates.Exp(-w[:1].abs()))
-    by_node = {
+    return {
         "q in place": q,
         "k in place": k,
         "silu": rotate(x, PAIRED, ids, act="silu"),
@@ -305,22 +224,15 @@ def others(
         "cat": apply_rotary_pos_emb(x, None, *tables)[0],
         "scaled": rotate(x, SCALED, 5),
         "length": rotate(x, BY_LENGTH.at(seq_len=ids.max() + 9)),
-    }
-    plain = {
         "heads": rotate(x, HALF.at(far.long(), inv_freq=w[:, :16].abs())),
         "lrpe": lrpe_rotate_1d(x.transpose(1, 2), w[:, :16], act="sigmoid"),
         "full": apply_rotary_pos_emb(x, None, *tables, tables="full")[0],
         "wide": rotate(x, HALF.at(ids, rounding="wide")),
     }
-    return {**by_node, **plain}
-
-
-PLAIN = 4  # of them have no node
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [None, 64, "no nodes"])
-def test_everything_else(length: Any) -> None:
+def test_everything_else() -> None:
     def call(weight: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return list(others(weight, *inputs).values())
 
@@ -328,16 +240,10 @@ def test_everything_else(length: Any) -> None:
         x, _, ids = inputs_of(rows, tokens, 20)
         return x, ids, torch.stack((ids, ids + 3, ids // 2)), ids.double() + 0.25
 
-    if length == "no nodes":
-        program = exported(call, inputs(2, 5))
-    else:
-        with onnx.rotary_nodes(length):
-            program = exported(call, inputs(2, 5), 23)
-    weight = Model(call).weight.detach()
+    program, weight = exported(call, inputs(2, 5)), Model(call).weight.detach()
     for size in ((3, 7), (1, 11)):
         x, *rest = inputs(*size)
         exact = others(weight, x.double(), *rest)
-        assert nodes(program) == (0 if length == "no nodes" else len(exact) - PLAIN)
         for (name, want), y in zip(exact.items(), run(program, x, *rest), strict=True):
             near(name, y, want, torch.float32)
 
@@ -350,26 +256,10 @@ def test_the_frequencies_of_a_stack_are_constants() -> None:
     def call(_: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
         return [rotate(x, spec.at(ids, stack=name)) for name in ("transformers", "vllm-native")]
 
-    program = exported(call, inputs_of(2, 5, 9)[::2])
+    program = exported(call, inputs_of(2, 5)[::2])
     x, _, rows = inputs_of(3, 7, 100_000)
     for got, want in zip(run(program, x, rows), call(x, x, rows), strict=True):
         assert_near(got, want, "float32 ways")
-
-
-@pytest.mark.slow
-def test_layers_share_their_tables() -> None:
-    def call(weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
-        for _ in range(3):
-            x = rotate(x, RopeSpec(32), ids) * weight[0]
-        return [x]
-
-    inputs = inputs_of(2, 5, 9)[:2]
-    program = onnx.export(
-        Model(call).eval(), inputs, length=2**14, verbose=False, dynamic_shapes=shapes_of(inputs)
-    )
-    assert nodes(program) == 3
-    size = sum(tensor.const_value.nbytes for tensor in program.model.graph.initializers.values())
-    assert size < 1.1 * 2 * 2**14 * 16 * 4
 
 
 # --- what surrounds the calls ---------------------------------------------------------------------
@@ -379,9 +269,9 @@ def targets(graph: torch.fx.Graph) -> set[str]:
     return {str(node.target) for node in graph.nodes if node.op == "call_function"}
 
 
-def test_only_exports_to_onnx_are_lowered() -> None:
+def test_only_exports_to_onnx_are_plain_torch() -> None:
     """torch.export and torch.compile keep the operator, also after a block and inside of one."""
-    model, inputs = Model(rotations({"": Case(HALF)})).eval(), inputs_of(2, 5, 9)
+    model, inputs = Model(rotations({"": Case(HALF)})).eval(), inputs_of(2, 5)
     dynamic = shapes_of(inputs)
     before = torch.export.export(model, inputs, dynamic_shapes=dynamic)
     assert "tightrope.rotate.default" in targets(before.graph)
@@ -423,7 +313,7 @@ def exports(
     call: Function, cache: tuple[int, ...] = (4, 3, 2, 8), dtype: torch.dtype = torch.float32
 ) -> None:
     inputs = noise(5, 2, 8).float(), noise(*cache).to(dtype), torch.arange(5)
-    with onnx.rotary_nodes():
+    with onnx.plain_torch():
         torch.export.export(Model(call), inputs, strict=False)
 
 

@@ -47,7 +47,7 @@ def runs_operator(call):
 
 def run(code: str) -> None:
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT), str(ROOT / "examples"), *sys.path]),
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
@@ -140,6 +140,15 @@ assert partial(q, None, cos, sin)[1] is None
 assert torch.equal(odd(), was) and not runs_operator(odd)
 """
 
+# The example trains two steps and says how many calls were served.
+EXAMPLE = """
+import contextlib, io
+import plugs
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    plugs.main(["slot"])
+assert "served 8 of 8 rotations, forward and backward" in said.getvalue(), said.getvalue()
+"""
+
 # `patch` finds functions in the slot.
 PATCHED = """
 import copy
@@ -161,6 +170,11 @@ assert torch.equal(outputs(model, given), before)
 @pytest.mark.slow
 def test_models_and_functions_in_a_process_with_the_package() -> None:
     run(SERVED + COMPILED + OTHER_FUNCTIONS + PATCHED)
+
+
+@needs_kernels
+def test_the_example_trains_by_the_package() -> None:
+    run(EXAMPLE)
 
 
 @needs_kernels
