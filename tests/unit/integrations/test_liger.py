@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as of_gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as of_llama
 
 from tests.support.helpers import noise
@@ -50,6 +51,16 @@ def test_the_bits_of_llama(dtype: torch.dtype, kept: torch.dtype, rows: int) -> 
     others = {"position_ids": torch.arange(7), "unsqueeze_dim": 1, "mode": "default"}
     again = runs(lambda *given: liger._rope(*given, **others), q, k, tables)
     assert_each(assert_same_bits, again, runs(of_llama, q, k, tables))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_the_bits_of_gpt_oss(dtype: torch.dtype) -> None:
+    """Liger tells the width of the rotation, as the tables have one entry for each pair."""
+    q, k = noise(2, 4, 7, 16, dtype=dtype), noise(2, 2, 7, 16, seed=1, dtype=dtype)
+    angles = 9 * noise(2, 7, 8, seed=2)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    found = runs(lambda *given: liger._rope(*given, rotary_dim=16), q, k, tables)
+    assert_each(assert_same_bits, found, runs(of_gpt_oss, q, k, tables))
 
 
 def test_other_modes_are_refused() -> None:
