@@ -99,8 +99,7 @@ lint: $(TOOLS)
 check: lint $(READY)
 	$(BIN)/codespell . .ci/*
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-		--doctest-modules src/tightrope src/tightrope_tools $(DOCUMENTS) \
-		--ignore src/tightrope/integrations/torchtitan.py  # needs torchtitan
+		--doctest-modules src/tightrope src/tightrope_tools $(DOCUMENTS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
 site: $(READY)

@@ -58,6 +58,7 @@ NEAR = {
     "csrc/": "kernel/cpu laws unit/functional unit/ops",
     "src/tightrope/config/": "unit/config",
     "src/tightrope/patching/": "unit/patching",
+    "src/tightrope/integrations/onnx": "torch_modes",
     "src/tightrope/integrations/": "unit/integrations",
     "src/tightrope/backends/triton/": "kernel/triton",
     "src/tightrope/spec/": "unit/spec unit/frequencies unit/functional laws",

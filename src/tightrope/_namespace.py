@@ -1,4 +1,4 @@
-"""The namespace of the operators in ``torch.ops``; hub/build.py gives each build another one."""
+"""The namespace of the operators in ``torch.ops``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """The examples run, and say what their documentation says."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,8 @@ import several_processes
 import state_tracking
 import train_bytes
 from benchmarks import state_tracking as picture
+from tests.support.command import python
+from tests.support.helpers import ROOT
 from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope import rotate
 from tightrope.positions import MRope, mrope_batch
@@ -119,18 +118,23 @@ def test_rotated_keys_of_padded_prompts_have_the_bits_of_each_alone() -> None:
 def test_two_processes_have_the_losses_of_one(way: str) -> None:
     alone = several_processes.train(4)
     assert alone[-1] < alone[0]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-    ]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, several_processes.__file__, "--steps", "4", *way.split()]
     # Each process has one thread, as many processes share the machine.
-    here = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=here, check=False)
+    done = python(*command, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
     assert losses == pytest.approx(alone, abs=2e-6)
+
+
+@pytest.mark.parametrize("name", ["callback", "liger"])
+def test_plugs_train_two_steps_and_say_what_they_served(name: str) -> None:
+    """The third, the place for kernels in transformers, runs in the tests of that plug."""
+    if name == "liger":
+        pytest.importorskip("liger_kernel.backends")
+    done = python(ROOT / "examples" / "plugs.py", name)
+    assert done.returncode == 0, done.stderr
+    wanted = {"callback": "4 of 4 calls of apply_rotary_pos_emb", "liger": "8 of 8 rotations"}
+    assert f"served {wanted[name]}" in done.stdout
+    first, last = (float(loss) for loss in re.findall(r"losses (\S+) and (\S+)", done.stdout)[0])
+    assert last < first

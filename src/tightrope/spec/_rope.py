@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .. import phase_words, positions as positions_
-from .._errors import as_real, bad_type, bad_value, describe, public
+from .._errors import as_real, bad_type, bad_value, describe, integer, public
 from .._rounding import RoundingLike, rounding_pair
 from .._value import Value, checked_calls, dictionary, field_names, from_fields
 from ..axes import Axes
@@ -351,6 +351,27 @@ class RopeSpec(Value):
         """
         device = torch.device(device)
         return self.words.of(self.words.read(seq_len, device), device)
+
+    @public("RopeSpec.of")
+    def of(self, layer: int) -> RopeSpec:
+        """Return this spec, which every layer has.
+
+        So code that needs the spec of each layer asks the result of :meth:`from_config`, whether that is one spec or
+        :class:`tightrope.config.LayerSpecs`.
+
+        Args:
+            layer: the number of a layer, from 0 on. The spec does not know how many there are.
+
+        Raises:
+            ValueError: a negative number.
+            TypeError: the number is not an int.
+
+        >>> RopeSpec(64).of(2)
+        RopeSpec(head_dim=64)
+        """
+        if integer("layer", layer) < 0:
+            raise bad_value(f"layer must not be negative but got {layer}")
+        return self
 
     @public("at")
     def at(

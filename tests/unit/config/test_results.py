@@ -38,11 +38,18 @@ def test_layer_specs_are_a_mapping_that_a_person_can_read() -> None:
 def test_a_layer_has_the_spec_of_its_type() -> None:
     specs = LayerSpecs({"a": RopeSpec(64), "b": None}, ("a", "b", "mamba", "c"))
     assert [specs.of(layer) for layer in range(3)] == [RopeSpec(64), None, None]
+    assert RopeSpec(64).of(2) == RopeSpec(64)  # code that serves both results asks both
 
 
 LATER = LayerSpecs({"a": None, "b": RopeSpec(64)})
 OF_A = LayerSpecs({"a": RopeSpec(64)}, ("a", "b"))
 test_calls = refused_calls(Path(__file__).with_name("refused_calls.jsonl"), {}, globals())
+
+test_errors_of_layers_of_one_spec = refusals(
+    "RopeSpec.of",
+    TypeError={"layer must be an int but got 0.5.": lambda: RopeSpec(64).of(0.5)},  # type: ignore[arg-type]
+    ValueError={"layer must not be negative but got -1.": lambda: RopeSpec(64).of(-1)},
+)
 
 
 def test_a_layer_type_gives_its_spec_or_none() -> None:

@@ -1,86 +1,31 @@
-"""The backend for ComfyUI, in comfy-kitchen's registry if it is installed, else in a stand-in for that."""
+"""The backend for ComfyUI, in the registry of comfy-kitchen itself, which chooses it by its own rules."""
 
 from __future__ import annotations
 
-import importlib
-import runpy
-import sys
-from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from tests.support.helpers import ROOT, noise
+from tests.support.helpers import noise
 from tests.support.tolerances import assert_near
 from tightrope.backends import cpu
 from tightrope.integrations import comfyui
 
+kitchen: Any = pytest.importorskip("comfy_kitchen.registry")
 PAIRS, TOKENS = 8, 5
 
 
-class Registry:
-    """A stand-in for the registry of comfy-kitchen: a backend takes a call if its rules hold."""
-
-    def __init__(self) -> None:
-        self._priority = ["cuda", "eager"]
-        self.backends: dict[str, tuple[Any, dict[str, Any]]] = {}
-
-    def register(self, name: str, module: Any, capabilities: dict[str, Any]) -> None:
-        self.backends[name] = module, capabilities
-
-    def set_priority(self, names: list[str]) -> None:
-        self._priority = names
-
-    def validate_backend_for_call(
-        self, backend: str, function: str, kwargs: dict[str, Any]
-    ) -> SimpleNamespace:
-        rule = self.backends[backend][1][function]
-        tensors = [
-            (value, rule.params[name])
-            for name, value in kwargs.items()
-            if isinstance(value, torch.Tensor) and name in rule.params
-        ]
-        holds = all(
-            value.dtype in own.dtypes and value.device.type in rule.default_devices
-            for value, own in tensors
-        )
-        return SimpleNamespace(success=holds and all(c(kwargs).success for c in rule.call_rules))
-
-    def get_implementation(self, function: str, backend: str) -> Any:
-        return getattr(self.backends[backend][0], function)
-
-
-INSTALLED = find_spec("comfy_kitchen") is not None
-
-
-@pytest.fixture(params=["stand-in", "comfy-kitchen"] if INSTALLED else ["stand-in"])
-def registry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A registry after `register`."""
-    if request.param == "comfy-kitchen":
-        module = importlib.import_module("comfy_kitchen.registry")
-        monkeypatch.setattr(module, "registry", module.BackendRegistry())
-        found = module.registry
-    else:
-        found = Registry()
-        result = SimpleNamespace(
-            ok=lambda: SimpleNamespace(success=True),
-            fail=lambda *_: SimpleNamespace(success=False),
-        )
-        constraints = SimpleNamespace(
-            ValidationResult=result,
-            ParamConstraint=SimpleNamespace,
-            FunctionConstraints=SimpleNamespace,
-        )
-        monkeypatch.setitem(sys.modules, "comfy_kitchen", ModuleType("comfy_kitchen"))
-        monkeypatch.setitem(sys.modules, "comfy_kitchen.constraints", constraints)
-        registry = SimpleNamespace(registry=found)
-        monkeypatch.setitem(sys.modules, "comfy_kitchen.registry", registry)
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The registry that ComfyUI asks, after `register`; as before after the test."""
+    found = kitchen.registry
+    for name in ("_backends", "_capabilities", "_constraints", "_priority"):
+        monkeypatch.setattr(found, name, vars(found)[name].copy())
     before = list(found._priority)
     for _ in range(2):
-        assert runpy.run_path(str(ROOT / "comfyui" / "__init__.py"))["NODE_CLASS_MAPPINGS"] == {}
+        comfyui.register()
     assert found._priority == ["tightrope", *before]
     return found
 
@@ -146,10 +91,9 @@ def test_norms(registry: Any, interleaved: bool, turned: int, own: bool) -> None
     found = run(registry, f"rms_rope{name}", q=q, k=k, freqs_cis=by, q_scale=scales[0], **more)
     for x, y, scale in zip((q, k), found, (scales[0], scales[own]), strict=True):
         normed = rms_norm(x, (width,), scale, 1e-6)
-        rest = normed[..., 16:]
         wanted = expected(normed[..., :16], by, interleaved).float()
         assert_near(y[..., :16], wanted, "float32 ways")
-        assert torch.equal(y[..., 16:], rest)
+        assert torch.equal(y[..., 16:], normed[..., 16:])
     if not turned:
         one = run(registry, f"rms_rope{name}1", x=q, freqs_cis=by, scale=scales[0])
         assert torch.equal(one, found[0])
@@ -178,6 +122,18 @@ def test_other_calls_stay_comfy_kitchens(registry: Any) -> None:
     both = {"xq": X, "xk": X[:, :, :3], "freqs_cis": BY}
     assert not registry.validate_backend_for_call("tightrope", "apply_rope", both).success
     assert taken == []
+
+
+def test_what_comfyui_calls_rotates(registry: Any) -> None:
+    """comfy-kitchen's own function, which asks its registry for a backend."""
+    import comfy_kitchen
+
+    q, k, by = noise(1, 3, TOKENS, 16).float(), noise(1, 3, TOKENS, 16, seed=1).float(), matrices()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = comfy_kitchen.apply_rope(q, k, by)
+    assert any(event.key.startswith("tightrope::") for event in profile.key_averages())
+    for x, y in zip((q, k), found, strict=True):
+        assert_near(y, expected(x, by, True).float(), "table rotation, torch.float32")
 
 
 def test_refusals(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:

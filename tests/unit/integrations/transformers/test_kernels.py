@@ -42,7 +42,8 @@ def runs_operator(call):
 
 
 def run(code: str) -> None:
-    done = python("-c", START + code, cwd=ROOT, HF_HUB_OFFLINE="1")
+    paths = os.pathsep.join(str(ROOT / name) for name in ("src", ".", "examples"))
+    done = python("-c", START + code, cwd=ROOT, PYTHONPATH=paths, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -86,48 +87,31 @@ for mode in (Mode.TRAINING, Mode.INFERENCE):
     del llama.apply_rotary_pos_emb.__dict__["forward"]
 """
 
-# Partial width, q alone, and a function that is unknown, which runs unchanged.
-OTHER_FUNCTIONS = """
-def half(x):
-    a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
-
-def part(x, cos, sin):
-    n = cos.shape[-1]
-    return torch.cat((x[..., :n] * cos + half(x[..., :n]) * sin, x[..., n:]), -1)
-
-@use_kernel_forward_from_hub("rotary_pos_emb")
-def partial(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return part(q, cos, sin), None if k is None else part(k, cos, sin)
-
+# A function that is unknown runs unchanged.
+STRANGE = """
 @use_kernel_forward_from_hub("rotary_pos_emb")
 def strange(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + half(q) * sin * 2, k
+    return q * cos.unsqueeze(unsqueeze_dim) * 2, k
 
-@use_kernelized_func(partial)
 @use_kernelized_func(strange)
 class Attention(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
+    pass
 
-model = Attention()
-q, k = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16)
-angle = torch.rand(2, 5, 4).repeat(1, 1, 2)
-cos, sin = angle.cos(), angle.sin()
-calls = [lambda: partial(q, k, cos, sin)[1], lambda: partial(q, None, cos, sin)[0],
-         lambda: partial(q.transpose(1, 2), None, cos, sin, unsqueeze_dim=2)[0]]
-odd = lambda: strange(q, k, angle.repeat(1, 1, 2).cos(), angle.repeat(1, 1, 2).sin())[0]
-before, was = [call() for call in calls], odd()
+q, table = torch.randn(2, 3, 5, 16), torch.rand(2, 5, 16)
+wanted = strange(q, q, table, table)[0]
 with use_kernel_mapping(mapping()):
-    kernelize(model, mode=Mode.TRAINING, device="cpu", use_fallback=False)
-for call, want in zip(calls, before):
-    assert torch.equal(call(), want)
-    assert runs_operator(call)
-assert partial(q, None, cos, sin)[1] is None
-assert torch.equal(odd(), was) and not runs_operator(odd)
+    kernelize(Attention(), mode=Mode.TRAINING, device="cpu", use_fallback=False)
+call = lambda: strange(q, q, table, table)[0]
+assert torch.equal(call(), wanted) and not runs_operator(call)
+"""
+
+# The example trains two steps and says how many calls were served.
+EXAMPLE = """
+import contextlib, io
+import plugs
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    plugs.main(["slot"])
+assert "served 8 of 8 rotations, forward and backward" in said.getvalue(), said.getvalue()
 """
 
 # `patch` finds functions in the slot.
@@ -150,7 +134,12 @@ assert torch.equal(outputs(model, given), before)
 @needs_kernels
 @pytest.mark.slow
 def test_models_and_functions_in_a_process_with_the_package() -> None:
-    run(SERVED + COMPILED + OTHER_FUNCTIONS + PATCHED)
+    run(SERVED + COMPILED + STRANGE + PATCHED)
+
+
+@needs_kernels
+def test_the_example_trains_by_the_package() -> None:
+    run(EXAMPLE)
 
 
 @needs_kernels

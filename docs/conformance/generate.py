@@ -1,6 +1,6 @@
-"""Write the conformance vectors: `python -m conformance.generate`.
+"""Write the conformance vectors: `python docs/conformance/generate.py`.
 
-Two files of tensors and one of descriptions in conformance/; docs/conformance.md describes them. Exact
+Two files of tensors and one of descriptions, beside this program; docs/conformance.md describes them. Exact
 rotations are computed with mpmath at 60 digits and rounded once, so they do not depend on this library's
 kernels. Results of stacks are computed in float32 arithmetic from cosines and sines that are stored too.
 """
@@ -32,7 +32,7 @@ from tightrope.frequencies import (
 )
 from tightrope.functional import apply_rotary_pos_emb
 
-FOLDER = Path(__file__).resolve().parents[1] / "conformance"
+FOLDER = Path(__file__).resolve().parent
 DIM = 32
 # Significant bits and exponent of the smallest number of each dtype.
 FORMATS = {"float32": (24, -149), "bfloat16": (8, -133), "float16": (11, -24)}
@@ -257,7 +257,7 @@ def write(folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m conformance.generate", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to write")
     write(parser.parse_args(arguments).folder)
 

@@ -49,7 +49,7 @@ def compare(name, got, wanted, case, dtype, bound):
     error = float((np.abs(got.astype(np.float64) - wanted) / unit).max())
     ok = bool(np.isfinite(got).all()) and error <= bound
     differ = f"{(got != wanted).sum()} of {got.size} results differ, by at most {error:.2f} units"
-    print(f"{'ok  ' if ok else 'FAIL'} {case['name']}: {name}, {dtype}: {differ}")
+    print(f"{'ok  ' if ok else 'FAIL'} {case['name']}: {name}, {dtype}: {differ}")  # noqa: T201
     return ok
 
 
@@ -66,7 +66,7 @@ def main(code):
         if hasattr(code, "frequencies"):
             omega = code.frequencies(case["spec"], case["seq_len"])
             fine.append(bool(np.allclose(omega, own["inv_freq"], rtol=1e-12, atol=0)))
-            print(f"{'ok  ' if fine[-1] else 'FAIL'} {case['name']}: frequencies")
+            print(f"{'ok  ' if fine[-1] else 'FAIL'} {case['name']}: frequencies")  # noqa: T201
         # The gradient rotates back and scales alike.
         scaling, back = case["attention_scaling"], {**case, "inverse": not case["inverse"]}
         ways = ("x", "y", case), ("grad_y", "grad_x", {**back, "attention_scaling": 1 / scaling})
@@ -85,7 +85,7 @@ def main(code):
             fine.append(
                 compare(key, y, wanted, case, dtype, bound=1.0 if rounding == "once" else 0.0)
             )
-    print(f"{fine.count(True)} of {len(fine)} checks passed.")
+    print(f"{fine.count(True)} of {len(fine)} checks passed.")  # noqa: T201
     return 0 if fine and all(fine) else 1
 
 

@@ -1,0 +1,210 @@
+"""How many numbers of q and k a trainer and a server rotate to other bits: `python -m tests.coverage.bits`.
+
+For each model and server: the share of rotated q and k, and of their gradients, that differ between transformers, eager
+and in bfloat16, and the stack of the server, before and after `patch(model, stack=…)`. Models are small and random, of the
+classes of the published ones and with their rotation. The command writes the table of docs/parity.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModel
+
+from benchmarks import pages
+from tightrope import RopeSpec, patch, rotate_qk, unpatch
+from tightrope.positions import multi_axis
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
+SERVERS = ("vllm", "sglang")
+TOKENS, STARTS = 1024, (0, 100_000)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 99,
+}
+EXPERTS = {"num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2}
+EXPERTS |= {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 128, "v_head_dim": 16}
+
+
+class Case(NamedTuple):
+    """A model.
+
+    Attributes:
+        kind: its model_type.
+        width: the width of its heads, or of the part that rotates.
+        rope: its published parameters.
+        others: what differs between trainer and server beside the rotation.
+        name: its class, if transformers has no automatic one.
+    """
+
+    kind: str
+    width: int
+    rope: dict[str, Any]
+    others: str
+    name: str = ""
+
+
+NORMS = "norms of q and k"
+ROUTER = "the router and the order of the experts' sums"
+CASES = {
+    "Qwen3": Case("qwen3", 128, {"rope_theta": 1e6}, f"{NORMS}, in one kernel with the rotation"),
+    "Llama 3.1": Case(
+        "llama",
+        128,
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "nothing of its own",
+    ),
+    "gpt-oss": Case(
+        "gpt_oss",
+        64,
+        {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        f"attention sinks, weights in MXFP4, {ROUTER}",
+    ),
+    "DeepSeek-V3": Case(
+        "deepseek_v3",
+        64,
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        f"absorbed projections of the latent, weights in FP8, {ROUTER}",
+    ),
+    "Qwen2.5-VL": Case(
+        "qwen2_5_vl_text",
+        128,
+        {"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        "the vision part, which rotates by code of its own",
+    ),
+    "Qwen3-Omni's thinker": Case(
+        "qwen3_omni_moe_text",
+        128,
+        {"rope_theta": 1e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+        f"{NORMS}, the vision and audio parts, {ROUTER}",
+        "Qwen3OmniMoeThinkerTextModel",
+    ),
+}
+
+
+def made(case: Case) -> Any:
+    """A small random model in bfloat16."""
+    rope = {"rope_type": "default", **case.rope}
+    width = {"head_dim": case.width, "qk_rope_head_dim": case.width}
+    settings = {**SMALL, **EXPERTS, **LATENT, **width, "rope_parameters": rope}
+    config = AutoConfig.for_model(case.kind, **settings, max_position_embeddings=131_072)
+    home = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    maker = getattr(home, case.name)._from_config if case.name else AutoModel.from_config
+    torch.manual_seed(0)
+    # Not .bfloat16(), which would round the frequencies too: trainers do not.
+    return maker(config, attn_implementation="eager", dtype=torch.bfloat16)
+
+
+def ids_of(spec: RopeSpec, tokens: int) -> torch.Tensor:
+    """Positions of two rows, ``(rows, tokens)``; of an image in each for a spec of three axes, ``(3, rows, tokens)``."""
+    ids = torch.tensor(STARTS)[:, None] + torch.arange(tokens)
+    return ids if spec.axes is None else torch.stack((ids, ids // 32, ids % 32))
+
+
+def runs(rotation: Callable[..., Any], width: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    """Rotated q and k, and their gradients, each in one tensor."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(len(STARTS), heads, tokens, width) for heads in (4, 2) * 2]
+    draws = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    xs = [x.requires_grad_() for x in draws[:2]]
+    ys = rotation(*xs)
+    grads = torch.autograd.grad(ys, xs, draws[2:])
+    return tuple(torch.cat([x.detach().flatten() for x in each]) for each in (ys, grads))
+
+
+def shares(name: str, server: str, tokens: int = TOKENS) -> list[float]:
+    """The shares of unequal numbers: forward before and after the patch, then backward."""
+    case = CASES[name]
+    model = made(case)
+    spec: Any = RopeSpec.from_config(model.config)
+    ids = ids_of(spec, tokens)
+    plain = torch.arange(case.width)
+    # transformers returns adjacent pairs as two halves.
+    order = plain.view(2, -1).T.flatten() if spec.interleaved else plain
+    file = sys.modules[type(model).__module__]
+
+    def trainers(q: torch.Tensor, k: torch.Tensor) -> Any:
+        # Looked up now: a patch puts another function under the name.
+        rotate = getattr(file, "apply_rotary_pos_emb_interleave", file.apply_rotary_pos_emb)
+        return [y[..., order] for y in rotate(q, k, *model.rotary_emb(q, ids))]
+
+    def servers(q: torch.Tensor, k: torch.Tensor) -> Any:
+        rope = spec.at(ids if spec.axes is None else multi_axis(ids), stack=server)
+        # A spec may begin after channels that do not turn.
+        whole = (torch.nn.functional.pad(x, (spec.start, 0)) for x in (q, k))
+        return [y[..., spec.start :] for y in rotate_qk(*whole, rope)]
+
+    wanted = runs(servers, case.width, tokens)
+    before = runs(trainers, case.width, tokens)
+    report = patch(model, stack=server)
+    if report.left:
+        raise RuntimeError(f"{name}: {report}")
+    try:
+        after = runs(trainers, case.width, tokens)
+    finally:
+        unpatch(model)
+    return [
+        float((found != want).double().mean())
+        for want, *both in zip(wanted, before, after, strict=True)
+        for found in both
+    ]
+
+
+def servers_of(case: Case) -> Sequence[str]:
+    """The stacks of a model; SGLang rotates M-RoPE in a kernel of Triton, whose bits no stack has."""
+    return SERVERS[:1] if "mrope_section" in case.rope else SERVERS
+
+
+HEADINGS = ("model", "stack", "q, k", "after", "gradients", "after", "not the rotation's business")
+
+
+def row(name: str, server: str, found: Sequence[float]) -> list[str]:
+    """A row of the table."""
+    cells = [f"{100 * share:.0f} %" if share > 0.005 else f"{share:.1g}" for share in found]
+    return [name, f"`{server}`", *cells, CASES[name].others]
+
+
+def rows() -> Iterator[list[str]]:
+    """Measure every row."""
+    for name, case in CASES.items():
+        for server in servers_of(case):
+            yield row(name, server, shares(name, server))
+
+
+if __name__ == "__main__":
+    pages.between_marks(PAGE, "bits", "\n".join(pages.table(HEADINGS, rows())))
