@@ -94,8 +94,9 @@ def _check_same(what: str, cache: torch.Tensor, name: str, x: torch.Tensor, eigh
     """Refuse a part of a contiguous cache that is not like the tensor that goes there."""
     if cache.shape != x.shape or not _fits(cache, x, eight):
         hint = "" if eight or cache.dtype == x.dtype else for_float8(cache.dtype)
+        both = "shape and device" if eight else "shape, dtype and device"
         raise bad_value(
-            f"{what} must have the shape, {_own(eight)} of {name} without slots{hint}",
+            f"{what} must have the {both} of {name} without slots{hint}",
             **{name: x, what: cache},
         )
 

@@ -93,6 +93,9 @@ def test_each_head_has_its_scale(layout: str, backend: str | None) -> None:
     own = of_keys.view((1, 3, 1, 1) if layout == "bhsd" else (1, 3, 1))
     assert torch.equal(stored(outs[0]), codes(wide, own, E4M3))
     assert torch.equal(stored(outs[1]), codes(v, of_values, E4M3))
+    for scale, text in ((of_keys[:2], "3, one for each head of the keys"), (of_keys, "1, one for")):
+        with pytest.raises(ValueError, match=rf"cache_scale must have one element or {text}"):
+            write_kv(None, k, v, SPEC, cache=outs, layout=layout, cache_scale=scale)
 
 
 # --- destinations ---------------------------------------------------------------------------------
