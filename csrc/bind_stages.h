@@ -84,8 +84,7 @@ inline void read_weight(const Tensor& x, int64_t heads, const Problem& p, Values
   part.weight = values.copy<float>(x, {1, w.size[0], p.head_dim}, {0, w.stride[0], w.stride[1]}, 1.0);
 }
 
-inline void read_slope(const Tensor& x, int64_t heads, const Problem& p, bool invert, Values& values,
-                       Part& part) {
+inline void read_slope(const Tensor& x, int64_t heads, const Problem& p, const Stages& o, Values& values, Part& part) {
   const View s(x);
   STD_TORCH_CHECK(s.dims == 2 && x.is_cpu() && (s.size[0] == 1 || s.size[0] == heads) &&
                       (s.size[1] == 1 || s.size[1] == p.head_dim) &&
@@ -95,11 +94,12 @@ inline void read_slope(const Tensor& x, int64_t heads, const Problem& p, bool in
   part.per_head = s.size[0] != 1;
   part.slope_head = part.per_head ? p.head_dim : 0;
   part.slope = values.copy<double>(x, {1, s.size[0], p.head_dim}, {0, s.stride[0], step(s, 1)},
-                                   invert ? -1.0 : 1.0);
+                                   o.invert ? -1.0 : 1.0);
 }
 
-inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool invert, Values& values,
-                     Part& part) {
+// Reads logarithms, or with kFactor the factors themselves.
+inline void read_log(const Tensor& x, int64_t heads, const Problem& p, const Stages& o, Values& values, Part& part) {
+  const bool logs = o.gate == Gate::kLog;
   const View g(x);
   const int64_t fits[] = {p.rows, heads, p.tokens, p.head_dim};
   for (int d = 0; d < 4; ++d)
@@ -110,11 +110,12 @@ inline void read_log(const Tensor& x, int64_t heads, const Problem& p, bool inve
   if (g.size[2] == 1) {
     const int64_t rows = g.size[0], own = g.size[1];
     float* made = values.copy<float>(x, {rows, own, p.head_dim}, {g.stride[0], g.stride[1], step(g, 3)},
-                                     invert ? -1.0 : 1.0);
+                                     o.invert && logs ? -1.0 : 1.0);
     part.factor = made;
     part.factor_row = rows == 1 ? 0 : own * p.head_dim;
     part.factor_head = own == 1 ? 0 : p.head_dim;
-    loops().exponentials(made, rows * own * p.head_dim);
+    if (logs) loops().exponentials(made, rows * own * p.head_dim);
+    for (int64_t k = 0; o.invert && !logs && k < rows * own * p.head_dim; ++k) made[k] = 1.0f / made[k];
     return;
   }
   part.log_dtype = dtype_of(code_of(x));
@@ -131,7 +132,7 @@ inline Stages stages_of(const Problem& p, const Operands& xs, const Arguments& a
   const Options& options = a.options;
   Stages o{};
   STD_TORCH_CHECK(p.dtype != Dtype::kDouble, "tightrope: float64 with an act or a gate needs the definition");
-  STD_TORCH_CHECK(options.act <= int64_t(Act::kRmsNorm) && options.gate <= int64_t(Gate::kSlope),
+  STD_TORCH_CHECK(options.act <= int64_t(Act::kRmsNorm) && options.gate <= int64_t(Gate::kFactor),
                   "tightrope: act and gate must be known");
   STD_TORCH_CHECK(options.act == 0 || options.direction != kInverse, "tightrope: an inverse call must have no act");
   o.act = Act(options.act), o.gate = Gate(options.gate), o.eps = a.eps;
@@ -142,8 +143,7 @@ inline Stages stages_of(const Problem& p, const Operands& xs, const Arguments& a
   for (int32_t i = 0; o.act == Act::kRmsNorm && i < p.operands; ++i)
     read_weight(*next++, p.operand[i].heads, p, values, o.part[i]);
   for (int32_t i = 0; o.gate != Gate::kNone && i < p.operands; ++i)
-    (o.gate == Gate::kLog ? read_log : read_slope)(*next++, p.operand[i].heads, p, o.invert, values,
-                                                   o.part[i]);
+    (o.gate == Gate::kSlope ? read_slope : read_log)(*next++, p.operand[i].heads, p, o, values, o.part[i]);
   for (int32_t i = 0; o.act != Act::kNone && !o.forward && i < p.operands; ++i) {
     const Tensor& x = *next++;
     const View in(x), as(*xs.tensor[i]);

@@ -298,13 +298,14 @@ void rotate_slots(Tensor q, std::optional<Tensor> k, Tensor out_q, std::optional
 }
 
 void rotate_extras_slots(Tensor q, std::optional<Tensor> k, std::optional<Tensor> values, Tensor out_q,
-                         std::optional<Tensor> out_k, std::optional<Tensor> out_values, Tensor slots,
-                         std::optional<Tensor> scale, std::optional<Tensor> values_scale, TIGHTROPE_PARAMETERS,
-                         TIGHTROPE_EXTRAS) {
+                         std::optional<Tensor> out_k, std::optional<Tensor> out_values,
+                         std::optional<Tensor> slots, std::optional<Tensor> scale,
+                         std::optional<Tensor> values_scale, TIGHTROPE_PARAMETERS, TIGHTROPE_EXTRAS) {
   const Operands xs(q, k), outs(out_q, out_k);
   STD_TORCH_CHECK(values.has_value() == out_values.has_value(), "tightrope: values must come with their cache");
-  STD_TORCH_CHECK(!scale.has_value() && !values_scale.has_value(), "tightrope: scales are not supported yet");
-  const Slots to{slots, values.has_value() ? &*values : nullptr, out_values.has_value() ? &*out_values : nullptr};
+  STD_TORCH_CHECK(!scale.has_value() && !values_scale.has_value() && slots.has_value(),
+                  "tightrope: the kernel for CPUs writes to slots, and takes no scales");
+  const Slots to{*slots, values.has_value() ? &*values : nullptr, out_values.has_value() ? &*out_values : nullptr};
   rotate_xs_into(xs, outs, TIGHTROPE_ARGUMENTS(extras, eps), &to);
 }
 

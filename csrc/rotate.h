@@ -138,7 +138,7 @@ enum class Act : int32_t {
 };
 
 // The kind of P.
-enum class Gate : int32_t { kNone, kLog, kSlope };
+enum class Gate : int32_t { kNone, kLog, kSlope, kFactor };
 
 // Tensors of f and P for one operand, of any type but double.
 struct Part {
@@ -149,7 +149,7 @@ struct Part {
   int64_t factor_row, factor_head;
   const double* slope;    // logarithms per position: [heads|1, head_dim], or null
   int64_t slope_head;
-  const void* log;        // logarithms that differ between tokens; the stride is 0 for a size of 1
+  const void* log;        // logarithms, or with kFactor factors, that differ between tokens; the stride is 0 for a size of 1
   Strides log_stride;
   Dtype log_dtype;
   bool per_head;          // whether slopes or logarithms differ between heads

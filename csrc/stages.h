@@ -47,9 +47,17 @@ inline void factors_of(const Problem& p, const Stages& o, const Part& part, int6
     const auto* from = static_cast<const typename F::Stored*>(part.log) + at;
     for (int64_t k = 0; k < n; ++k) out[k] = float(F::load(from[k * s.channel]));
   });
-  if (o.invert)
-    for (int64_t k = 0; k < n; ++k) out[k] = -out[k];
-  exponentials(out, n);
+  if (o.gate == Gate::kFactor) {
+    for (int64_t k = 0; k < n; ++k) {
+      const float value = o.invert ? 1.0f / out[k] : out[k];
+      // Replace every NaN by one without low bits: see BFloat16.
+      out[k] = value != value ? __builtin_nanf("") : value;
+    }
+  } else {
+    if (o.invert)
+      for (int64_t k = 0; k < n; ++k) out[k] = -out[k];
+    exponentials(out, n);
+  }
   for (int64_t k = n; k < p.head_dim; ++k) out[k] = out[0];
 }
 

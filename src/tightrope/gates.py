@@ -1,8 +1,8 @@
-"""Gates: the epilogue of a rotation, the positive diagonal P of y = P · R · f(x).
+"""Gates: the epilogue of a rotation, the diagonal P of y = P · R · f(x).
 
 A gate is a frozen object that holds its tensors and returns the logarithm of its factor, of shape
 ``[rows|1, heads|1, tokens|1, channels|1]``. Logarithms of several gates add up, and a recurrence
-needs their differences.
+needs their differences. :class:`Factor` alone may be negative or 0, and has no logarithm.
 
 ``tied="pair"`` gives both channels of a pair one value, so that the gate commutes with the rotation;
 channels that do not rotate then have the factor 1. If the gate is also the same at all positions, scores
@@ -35,7 +35,7 @@ from ._tracing import broadcasts, is_readable, is_tracing, may_keep, outside_mod
 from ._value import checked_calls
 from .channels import Channels as Channels, by_head
 
-__all__ = ["Exp", "Gate", "Given", "Scalar", "Slope", "XPos"]
+__all__ = ["Exp", "Factor", "Gate", "Given", "Scalar", "Slope", "XPos"]
 
 
 class Gate:
@@ -43,9 +43,11 @@ class Gate:
 
     Attributes:
         by_position: whether the factor depends on the position.
+        signed: whether the factor may be negative or 0, so that it has no logarithm.
     """
 
     by_position: ClassVar[bool] = False
+    signed: ClassVar[bool] = False
 
     def log_factor(
         self,
@@ -86,6 +88,12 @@ class Gate:
             channels, positions: see :meth:`log_factor`.
         """
         return onto(self.log_factor(channels, positions, x.dtype), x.device)
+
+    def factor_on(
+        self, x: torch.Tensor, channels: Channels, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return :meth:`factor` on the device of x; arguments as in :meth:`log_on`."""
+        return self.log_on(x, channels, positions).exp()
 
     def for_keys(self) -> Gate:
         """Return the gate to use for keys if the caller gave one gate for both queries and keys."""
@@ -193,6 +201,64 @@ class Exp(Gate):
     def cut(self, take: Take) -> Gate:
         """See :meth:`Gate.cut`."""
         return replace(self, gamma=take("gamma of the gate Exp", self.gamma, ("head", None)))
+
+
+@checked_calls
+@dataclass(frozen=True, eq=False)
+class Factor(Gate):
+    """A factor of any sign, for each head and channel: such as the weight of a norm after the rotation.
+
+    A rotation keeps the length of a head, so that norm(R x) · w is w · R · norm(x), with the norm without a weight, if
+    the factor on the rotated channels (the amplitude) is 1.
+
+    Args:
+        value: floating ``(channels,)`` or ``(heads|1, channels|1)``. Learnable. An inverse rotation divides by it.
+
+    >>> Factor(torch.tensor([0.5, -1.0])).factor(Channels(2, 0, 2, True)).flatten().tolist()
+    [0.5, -1.0]
+    """
+
+    value: torch.Tensor
+    signed: ClassVar[bool] = True
+
+    @public("Factor")
+    def __post_init__(self) -> None:
+        _check_rows("value", self.value, None)
+
+    @public("Factor")
+    def log_factor(
+        self,
+        channels: Channels,  # noqa: ARG002
+        positions: torch.Tensor | None = None,  # noqa: ARG002
+        dtype: torch.dtype = torch.float32,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Raise a ValueError: a factor that may be negative has no logarithm."""
+        raise bad_value(
+            "the gate must be read by factor(), as it may be negative: it has no logarithm"
+        )
+
+    @public("Factor")
+    def factor(
+        self,
+        channels: Channels,
+        positions: torch.Tensor | None = None,  # noqa: ARG002
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """See :meth:`Gate.factor`."""
+        return _rows("value", self.value, None, channels, dtype)
+
+    def factor_on(
+        self,
+        x: torch.Tensor,
+        channels: Channels,
+        positions: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """See :meth:`Gate.factor_on`."""
+        return onto(self.factor(channels, None, x.dtype), x.device)
+
+    def cut(self, take: Take) -> Gate:
+        """See :meth:`Gate.cut`."""
+        return replace(self, value=take("value of the gate Factor", self.value, ("head", None)))
 
 
 @checked_calls
@@ -413,6 +479,7 @@ def total(
     gates: Sequence[Gate],
     channels: Channels,
     positions: torch.Tensor | None = None,
+    signed: bool = False,
 ) -> torch.Tensor | None:
     """Return the logarithm of the product of gates, on the device of x; None if there are no gates.
 
@@ -421,19 +488,20 @@ def total(
         x: ``(rows, heads, tokens, channels)``.
         gates: any number of gates, whose factors multiply.
         channels, positions: see :meth:`Gate.log_factor`.
+        signed: whether to return the product itself, as a gate has no logarithm.
 
     Raises:
         ValueError: a gate whose shape or device does not fit x; no positions for a gate that needs
             them; a factor of :class:`XPos` that overflows.
         TypeError: a gate that holds a DTensor.
     """
-    sum_: torch.Tensor | None = None
+    found: torch.Tensor | None = None
     for gate in gates:
         check_own(name, x, gate)
-        log = gate.log_on(x, channels, positions)
-        check_fit(name, x, gate, log.shape)
-        sum_ = log if sum_ is None else sum_ + log
-    return sum_
+        one = (gate.factor_on if signed else gate.log_on)(x, channels, positions)
+        check_fit(name, x, gate, one.shape)
+        found = one if found is None else found * one if signed else found + one
+    return found
 
 
 def onto(log: torch.Tensor, device: torch.device) -> torch.Tensor:

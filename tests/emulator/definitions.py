@@ -5,6 +5,7 @@ They share nothing with the emulator that they test.
 
 from __future__ import annotations
 
+import bisect
 import math
 import operator
 import re
@@ -451,7 +452,32 @@ def packed() -> Iterator[Rule]:
         )
 
 
+def eighth(kind: str) -> Callable[[float], int]:
+    """Return the function to the code of the nearest number of a format of 8 bits, of two as near the even one."""
+    fraction, bias, most = {"e4m3": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B)}[kind]
+    numbers = []
+    for bits in range(most + 1):
+        power, part = bits >> fraction, bits & ((1 << fraction) - 1)
+        whole = part + (1 << fraction if power else 0)
+        numbers.append(Fraction(whole) * Fraction(2) ** (max(power, 1) - bias - fraction))
+
+    def code(x: float) -> int:
+        if math.isnan(x):
+            return 0x7F
+        sign = 0x80 if math.copysign(1, x) < 0 else 0
+        size = numbers[-1] if math.isinf(x) else min(abs(Fraction(x)), numbers[-1])
+        at = bisect.bisect_left(numbers, size)
+        near = [i for i in (at - 1, at) if i >= 0]
+        return sign | min(near, key=lambda i: (abs(numbers[i] - size), i % 2))
+
+    return code
+
+
 def conversions() -> Iterator[Rule]:
+    for kind in ("e4m3", "e5m2"):
+        code = eighth(kind)
+        both = lambda high, low, code=code: code(high) << 8 | code(low)  # noqa: E731
+        yield Rule(f"cvt.rn.satfinite.{kind}x2.f32", ("b16",), ("f32", "f32"), both)
     for of in ("s16", "s32", "s64", "u16", "u32", "u64"):
         for to in ("s16", "s32", "s64", "u16", "u32", "u64"):
             yield Rule(f"cvt.{to}.{of}", (to,), (of,), converted(of, to, ""))

@@ -472,6 +472,23 @@ def _pack(kind: str) -> Meaning:
     return Meaning((kind,), ("f32", "f32"), pack)
 
 
+@defines(r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32")
+def _pack_eight(kind: str) -> Meaning:
+    fraction, least, most = {"e4m3": (3, -6, 0x7E), "e5m2": (2, -14, 0x7B)}[kind]
+
+    def code(x: Array) -> Array:
+        size = np.minimum(np.abs(np.where(np.isnan(x), 0, x).astype("f8")), 1e6)
+        power = np.where(size == 0, least, np.maximum(np.frexp(size)[1] - 1, least))
+        steps = np.rint(np.ldexp(size, fraction - power))
+        found = np.minimum(steps + (power - least) * 2**fraction, most).astype("u2")
+        return np.where(np.isnan(x), 0x7F, found | np.signbit(x) * np.uint16(0x80)).astype("u2")
+
+    def pack(upper: Array, lower: Array) -> Array:
+        return code(upper) << np.uint16(8) | code(lower)
+
+    return Meaning(("b16",), ("f32", "f32"), pack)
+
+
 # --- warps ----------------------------------------------------------------------------------------
 
 

@@ -310,6 +310,8 @@ def _arithmetic(one: Instruction, kernel: Kernel) -> tuple[Step, bool]:
     meaning: Meaning = meaning_of(one.opcode, len(given))
     names = [name.strip() for name in _listed(into)]
     sources = [_source(x, kind, kernel) for x, kind in zip(given, meaning.sources, strict=True)]
+    if ".satfinite." in one.opcode:
+        sources[0] = _or_nan(given[0], sources[0])
     function, results = meaning.function, meaning.results
     if len(names) > len(results):
         raise Fault(f"the instruction {one.opcode} with {len(names)} results is unknown")
@@ -332,6 +334,17 @@ def _arithmetic(one: Instruction, kernel: Kernel) -> tuple[Step, bool]:
             grid.carry[at] = found[1]
 
     return step, meaning.whole
+
+
+def _or_nan(operand: str, source: Read) -> Read:
+    """Read a register, or NaN if it has no value: the compiler packs two numbers also where it needs the lower one."""
+
+    def register(grid: Grid, at: At) -> Array:
+        if operand[0] == "%" and operand not in grid.registers:
+            return np.full(1, np.nan, "f4")
+        return source(grid, at)
+
+    return register
 
 
 def _packed(one: Instruction, kernel: Kernel) -> Step:

@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn) -> SimpleNamespace:
         spec=RopeSpec(before + 2 * pairs + after, base=100.0, **place),
         act=act,
         unit_offset=draw(st.booleans()),
-        gate=one_of("none", "scalar", "exp", "slope", "given", "xpos"),
+        gate=one_of("none", "scalar", "exp", "slope", "given", "xpos", "factor"),
         tied=draw(st.booleans()),
         per_head=draw(st.booleans()),
         positions=one_of("offset", "ids", "rows", "fractions"),
@@ -74,7 +74,7 @@ def laid_out(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class Inputs(NamedTuple):
-    """All tensors of a case; ``gate`` holds a factor ("scalar"), slopes ("slope") or logarithms."""
+    """All tensors of a case; ``gate`` holds factors ("scalar", "factor"), slopes ("slope") or logarithms."""
 
     x: torch.Tensor
     grad: torch.Tensor
@@ -102,6 +102,7 @@ def made(case: SimpleNamespace) -> Inputs:
         "scalar": noise(1)[0].abs() + 0.5,
         "slope": 0.02 * noise(heads, width),
         "given": 0.3 * noise(case.tokens, heads, width),
+        "factor": (lambda x: x + 0.5 * x.sign())(noise(heads, spec.head_dim)),
     }.get(case.gate, 0.3 * noise(heads, width))
     where = torch.randint(-40, 40, (case.rows, case.tokens), generator=generator)
     if case.positions == "offset":
@@ -148,6 +149,7 @@ def found(case: SimpleNamespace, way: str) -> dict[str, torch.Tensor]:
         "slope": lambda: gates.Slope(inputs.gate, tied),
         "given": lambda: gates.Given(inputs.gate, tied),
         "xpos": lambda: gates.XPos(1.25, scale_base=60.0),
+        "factor": lambda: gates.Factor(inputs.gate),
     }[case.gate]()
     norm = RMSNorm(inputs.weight, 1e-3, case.unit_offset)
     act: Any = norm if case.act == "rms_norm" else case.act
@@ -205,7 +207,7 @@ def true(case: SimpleNamespace) -> tuple[dict[str, torch.Tensor], dict[str, floa
         return torch.nn.functional.pad(wide, (spec.start, after))
 
     at = where[:, None, :, None]
-    if case.gate == "none":
+    if case.gate in ("none", "factor"):
         log = torch.zeros((), dtype=torch.float64)
     elif case.gate == "scalar":
         log = inputs.gate.log()
@@ -216,9 +218,10 @@ def true(case: SimpleNamespace) -> tuple[dict[str, torch.Tensor], dict[str, floa
     else:
         log = spread(inputs.gate)[None, :, None] * (at if case.gate == "slope" else 1.0)
     angle = at * omega[None, :, None] + (inputs.phases if case.phased else 0.0)
+    factor = inputs.gate[None, :, None] if case.gate == "factor" else torch.exp(log)
     if case.inverse:
-        x, angle, log = x * torch.exp(-log), -angle, torch.zeros((), dtype=torch.float64)
-    y = oracle.turned(x, angle.cos(), angle.sin(), spec.start, spec.interleaved) * torch.exp(log)
+        x, angle, factor = x / factor, -angle, torch.ones((), dtype=torch.float64)
+    y = oracle.turned(x, angle.cos(), angle.sin(), spec.start, spec.interleaved) * factor
     result = {"y": y.detach()}
     sizes = {"y": y.abs().max().item()}
     if y.requires_grad:

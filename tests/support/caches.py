@@ -153,7 +153,8 @@ def check_keys_and_values(
         assert_same_bits(base_of(v_cache), base_of(of_v))
     # In float8, by a scale each, codes are those of a result in new memory; of float32, those of torch's conversion.
     eight = (torch.float8_e4m3fn, torch.float8_e5m2)[number // 2 % 2]
-    of_keys, of_values, most = 0.3, torch.tensor(1.7, device=device), torch.finfo(eight).max
+    of_keys, of_values = (torch.tensor(x, device=device) for x in (0.3, 1.7))
+    most = torch.finfo(eight).max
     codes = torch.empty(k.shape, dtype=eight, device=device)
     own.on(write_kv, q, k, None, *rope, cache=(codes, None), cache_scale=of_keys, **options)
     if k.dtype == torch.float32 and not is_defined(case):

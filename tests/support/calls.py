@@ -59,7 +59,10 @@ AXES: dict[str, Any] = {
     ),
     "act": ("none", "rms_norm per head", *SOME, "softmax", "rms_norm"),
     "phases": ("none", "given", "given per head", "shared", "running"),
-    "gate": ("none", "scalar", "exp", "exp per head", "exp per pair", "slope", "given", "xpos"),
+    "gate": (
+        *("none", "scalar", "exp", "exp per head", "exp per pair", "slope", "given", "xpos"),
+        "factor per head",
+    ),
     "rounding": ("once", "each", ("wide", "each")),
     "inverse": (False, True),
     "amplitude": (1.0, 1.3),
@@ -176,6 +179,7 @@ class Call:
             "exp per pair": lambda: 0.3 * noise(pairs, seed=3),
             "slope": lambda: 0.02 * noise(WIDTH, seed=3),
             "given": lambda: 0.3 * noise(TOKENS, 1, WIDTH, seed=3),
+            "factor per head": lambda: (lambda x: x + 0.5 * x.sign())(noise(HEADS, WIDTH, seed=3)),
         }.get(case["gate"])
         if gate is not None:
             self.leaves["gate"] = gate()
@@ -356,5 +360,6 @@ class Call:
             "slope": lambda: gates.Slope(learned),
             "given": lambda: gates.Given(learned),
             "xpos": lambda: gates.XPos(1.25, scale_base=60.0),
+            "factor per head": lambda: gates.Factor(learned),
         }
         return made[self.case["gate"]]()

@@ -15,6 +15,7 @@ from tests.support.tolerances import assert_same_bits
 from tightrope._rounding import ROUNDINGS
 from tightrope.activations import ACTS, NONE, RMS_NORM
 from tightrope.ops import schema
+from tightrope.ops.eight import FORMATS
 
 # Indices of the sources that are tables.
 TABLES = [schema.SOURCES.index(name) for name in schema.TABLES]
@@ -37,7 +38,13 @@ MARGIN = 64
 
 
 class Draw(random.Random):
-    """Draws random sizes and makes tensors."""
+    """Draws random sizes and makes tensors.
+
+    Attributes:
+        eights: the share of caches in 8 bits, which the kernel for CPUs refuses.
+    """
+
+    eights = 0.02
 
     def sometimes(self, share: float) -> bool:
         return self.random() < share
@@ -199,7 +206,7 @@ def rotation(draw: Draw) -> Call:
     dtype = draw.choice(DTYPES)
     source = draw.randrange(len(schema.SOURCES))
     act = draw.choice((NONE, NONE, draw.randrange(len(ACTS)), RMS_NORM))
-    gate = draw.choice((schema.NO_GATE, schema.NO_GATE, schema.LOG, schema.SLOPE))
+    gate = draw.choice((schema.NO_GATE, schema.NO_GATE, schema.LOG, schema.SLOPE, schema.FACTOR))
     plain = act == NONE and gate == schema.NO_GATE
     if dtype == torch.float64 and not plain and draw.sometimes(0.8):  # refused on CPUs
         dtype = draw.choice([one for one in DTYPES if one != torch.float64])
@@ -245,7 +252,7 @@ def rotation(draw: Draw) -> Call:
         extras += [values(draw.choice((1, n)), head_dim) for n in heads]
     for n in heads if gate else ():
         own = [draw.choice((1, n)), draw.choice((1, head_dim))]
-        if gate == schema.LOG:
+        if gate != schema.SLOPE:
             own = [draw.choice((1, rows)), own[0], draw.choice((1, tokens)), own[1]]
         extras.append(values(*own))
     xs = [shape(layout, rows, n, tokens, head_dim) for n in heads]
@@ -289,9 +296,15 @@ def to_slots(
             draw.choice((0, 1, 3)),
         )
     entries = draw.choice((0, 1, 4, 5, 19))
+    eight = draw.choice(FORMATS) if draw.sometimes(draw.eights) else None
+    contiguous = eight is not None and draw.sometimes(0.3)
 
     def cache(heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         own = draw.sizes(shape(of_cache, blocks, heads, entries, width))
+        if contiguous:
+            own = shape(layout, rows, heads, tokens, width)
+        if eight is not None:
+            return draw.tensor(own, torch.uint8, written=True).view(eight)
         return draw.tensor(own, dtype, written=True)
 
     own = [tokens] if rows == 1 and draw.sometimes(0.5) else [rows, tokens]
@@ -303,14 +316,14 @@ def to_slots(
         some = some[: len(chosen)]
         chosen[: len(some)] = torch.tensor(some, dtype=chosen.dtype)
         slots.copy_(chosen.flip(0).view(slots.shape))
-    if len(heads) == 1 and draw.sometimes(0.3):
+    if len(heads) == 1 and eight is None and draw.sometimes(0.3):
         return schema.rotate_slots_, [cache(heads[0], head_dim, dtype), slots, *end], [0]
     outs = [
         draw.tensor(shape(layout, rows, n, tokens, head_dim), dtype, written=True)
         for n in heads[:-1]
     ]
     outs = [*outs, cache(heads[-1], head_dim, dtype), *[None] * (2 - len(heads))]
-    if not end[-2] and draw.sometimes(0.4):
+    if not end[-2] and eight is None and draw.sometimes(0.4):
         return schema.rotate_slots, [*xs, *outs, slots, *end[:-2]], [2, 3]
     values: list[torch.Tensor | None] = [None, None]
     if draw.sometimes(0.7):
@@ -320,8 +333,15 @@ def to_slots(
             draw.tensor(draw.sizes(shape(layout, rows, n, tokens, width)), of),
             cache(n, width, of),
         ]
-    scale = draw.tensor([1], torch.float32) if draw.sometimes(0.02) else None
-    arguments = [*xs, values[0], *outs, values[1], slots, scale, None, *end]
+    scales: list[torch.Tensor | None] = [None, None]
+    if eight is not None:
+        counts = heads[-1], None if values[0] is None else n
+        scales = [
+            None if one is None else draw.tensor([draw.choice((1, one))], torch.float32)
+            for one in counts
+        ]
+    index = None if contiguous else slots
+    arguments = [*xs, values[0], *outs, values[1], index, *scales, *end]
     return schema.rotate_slots_extras, arguments, [3, 4, 5]
 
 
@@ -498,14 +518,14 @@ def freed_storages(
     for seed in range(seeds):
         try:
             operator, arguments, _ = of(Draw(seed))
+            if any(x.numel() == 0 or x.numel() > FEW for x in tensors_of(arguments)):
+                continue
             plain = [tame(one) for one in arguments]
             operator(*plain)
         except RuntimeError:
             continue
         arguments = plain if tamed else arguments
         others = tensors_of(arguments)
-        if any(x.numel() == 0 or x.numel() > FEW for x in others):
-            continue
         unread = unread_by(operator, arguments)
         for x in [one for one in others if one is not unread]:
             kept = {id(one): memory_of(one).clone() for one in others}

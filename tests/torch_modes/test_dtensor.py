@@ -222,7 +222,9 @@ def of_generator(options: Mapping[str, Any]) -> Case:
         "q": of_x,
         "k": of_x,
         "weight": OF_HEADS if "head" in options["act"] else {},
-        "gate": {"exp per head": OF_HEADS, "given": OF_TOKENS}.get(options["gate"], {}),
+        "gate": {"exp per head": OF_HEADS, "factor per head": OF_HEADS, "given": OF_TOKENS}.get(
+            options["gate"], {}
+        ),
         "positions": of_positions.get(options["positions"], {}),
     }
     if "inv_freq" in call.leaves and "head" in options["frequencies"]:

@@ -15,7 +15,7 @@ from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_qk, rotate_qk_
-from tightrope.gates import Channels, Exp, Scalar, XPos
+from tightrope.gates import Channels, Exp, Factor, Scalar, XPos
 from tightrope.ops import gradients, schema
 
 NAMES = ACTS[1:-1]
@@ -310,6 +310,43 @@ def test_q_and_k_may_have_different_stages() -> None:
     xpos = gates.XPos(0)
     z = rotate_qk(q, k, spec, 5, gate=xpos)[1]
     assert_same_bits(z, rotate(k, spec, 5, gate=xpos.for_keys()))
+
+
+@every_backend
+@every_dtype
+@pytest.mark.parametrize("heads", [(), (3,)], ids=["shared", "per head"])
+def test_a_norm_after_the_rotation(
+    heads: tuple[int, ...], dtype: torch.dtype, backend: str | None
+) -> None:
+    """Its result and gradients are those of a norm before, and of its weight as factors, also if they are 0 or negative."""
+    spec = RopeSpec(12, rotary_dim=8, start=2, interleaved=True)
+    x, seed = noise(2, 3, 5, 12, dtype=dtype), noise(2, 3, 5, 12, seed=1, dtype=dtype)
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = noise(*heads, 12, seed=2, dtype=kind)
+    weight[..., 1:8:3] = 0
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    y = on(backend, rotate, leaves[0], spec, OFFSET, act=RMSNorm(), gate=Factor(leaves[1]))
+    turns = oracle_acts.angles(5, OFFSET, 8)
+    wanted = normed(oracle_acts.turn(wide[0], turns, 2, True))
+    wanted = wanted * (wide[1][:, None] if heads else wide[1])
+    found = y, *torch.autograd.grad(y, leaves, seed)
+    true = wanted, *torch.autograd.grad(wanted, wide, seed.double())
+    for got, want, bound in zip(found, true, (1, 4, 4)):
+        limit = bound * tolerances.value(f"f and P, {str(dtype)[6:]}") * want.abs().max()
+        assert bool(((got.double() - want).abs() <= limit).all())
+
+
+def test_a_factor_has_no_logarithm_but_products() -> None:
+    """A product with gates that have one is of factors; an inverse rotation divides by it."""
+    x, own, gamma = noise(2, 3, 5, 8), noise(3, 8, seed=1), noise(8, seed=2)
+    both = [Factor(own), Exp(gamma)]
+    product = gates.total("x", x, both, CHANNELS, signed=True)
+    assert_near(product, own[None, :, None] * gamma.exp(), "float64 ways")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\[Factor\] the gate must be read by factor\(\)"):
+        gates.total("x", x, both, CHANNELS)
+    y = rotate(x, RopeSpec(8), 3, gate=both[0])
+    assert_near(rotate(y, RopeSpec(8), 3, gate=both[0], inverse=True), x, "float64 ways")
 
 
 # --- factors of gates -----------------------------------------------------------------------------

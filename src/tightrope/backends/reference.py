@@ -14,6 +14,7 @@ from ..ops import gradients, schema
 from ..ops.call import Slots, unpack
 from ..ops.cosines import cos_sin
 from ..ops.definition import define
+from ..ops.eight import encoded, encoded_keys
 from ..ops.layouts import BY_CODE
 from ..ops.memory import shares_memory, shares_slots
 from ..ops.phases import phase_drift, phase_sums, phase_words
@@ -83,29 +84,38 @@ def rotate_slots(
     rotate_slots_extras(q, k, None, out_q, out_k, None, index, None, None, *arguments)
 
 
-def rotate_slots_extras(
+def rotate_slots_extras(  # noqa: PLR0913, PLR0917  (its parameters are those of the schema)
     q: torch.Tensor,
     k: torch.Tensor | None,
     values: torch.Tensor | None,
     out_q: torch.Tensor,
     out_k: torch.Tensor | None,
     out_values: torch.Tensor | None,
-    index: torch.Tensor,
+    index: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    values_scale: torch.Tensor | None,
     *arguments: Any,
 ) -> None:
     """Implement ``rotate_slots.extras``; see :mod:`tightrope.ops.schema`."""
-    scale, values_scale, *arguments = arguments  # type: ignore[assignment]
-    if scale is not None or values_scale is not None:
-        raise RuntimeError("tightrope::rotate_slots: scales are not supported yet")
     call, slots, outs = (
         unpack(q, k, *arguments),
         Slots(index, values, out_values),
         present(out_q, out_k),
     )
+    layout = call.layout()
     if shares_slots(call.xs(), outs, slots):
         raise RuntimeError("tightrope::rotate_slots: memory overlaps")
-    check_range(slots, outs[-1], call.layout())
-    write_all(define(call), outs, slots, call.layout())
+    check_range(slots, outs[-1], layout)
+    if scale is None:
+        write_all(define(call), outs, slots, layout)
+        return
+    last, cache = call.only([len(outs) - 1]), outs[-1]
+    keys = encoded_keys(last, scale, cache.dtype, define)
+    if values is not None and out_values is not None and values_scale is not None:
+        values = encoded(values, values_scale, cache.dtype, layout)
+        slots = Slots(index, values.view(torch.uint8), out_values.view(torch.uint8))
+    ys = [] if k is None else define(call.only([0]))
+    write_all([*ys, keys.view(torch.uint8)], [*outs[:-1], cache.view(torch.uint8)], slots, layout)
 
 
 def rotate_slots_(cache: torch.Tensor, index: torch.Tensor, *arguments: Any) -> None:

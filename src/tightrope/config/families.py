@@ -52,6 +52,7 @@ class Family:
         turns: whether coordinates count turns, so that frequencies are multiplied by 2π.
         scales_softmax: whether its attention multiplies its softmax scale by the square of YaRN's magnitude at
             ``mscale_all_dim`` (`yarn_apply_mscale` in transformers).
+        norm: the class of the norm that queries and keys get after their rotation, unless ``use_qk_norm`` is false.
         learned: the tensor in the weights by which the rotary module computes its frequencies; see learned.py.
         refused: why no spec can express this family; None for all others.
         made_by: the configuration class of transformers; None for code from elsewhere.
@@ -107,6 +108,7 @@ class Family:
     null_base: bool = False
     turns: bool = False
     scales_softmax: bool = False
+    norm: str | None = None
     learned: str | None = None
     refused: str | None = None
     made_by: str | None = None

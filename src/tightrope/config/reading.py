@@ -37,7 +37,7 @@ def read(source: Source, stated: Stated) -> Provenance:
     _refuse_null_alias(source)
     layers, listed = layers_of(source)
     refuse_unknown(source, layers, source.stated.strict)
-    about = source.name, _context(source, layers), _temperature(source, layers)
+    about = source.name, _context(source, layers), _temperature(source, layers), _norm(source)
     if source.stated.layer_type is not None:
         layers = _of_type(layers, listed, source.stated.layer_type)
     rotating = [layer for layer in layers if layer.section is not None]
@@ -77,6 +77,12 @@ def _temperature(source: Source, layers: Iterable[Layer]) -> str | None:
         if key.partition(".")[2] in keys.TEMPERATURE:  # in GGUF, after the architecture
             found.append(Found(value, key))
     return next((each.source for each in found if each.value), None)
+
+
+def _norm(source: Source) -> str | None:
+    """The class of a norm after the rotation, unless a key switches it off."""
+    off = any(each.value is False for each in source.given("use_qk_norm"))
+    return None if off else source.facts.norm
 
 
 def _context(source: Source, layers: Iterable[Layer]) -> tuple[str, int] | None:

@@ -112,6 +112,8 @@ class Provenance:
         context: the key of the context length and its value; None if there is none.
         temperature: the key of a factor on queries that grows with the position; None if there is none. It belongs to
             attention, so no spec has it.
+        norm: the class of the norm that the model applies to queries and keys after their rotation; None for other
+            models. :class:`tightrope.gates.Factor` expresses its weight.
     """
 
     spec: RopeSpec | LayerSpecs | None
@@ -119,6 +121,7 @@ class Provenance:
     name: str = ""
     context: tuple[str, int] | None = None
     temperature: str | None = None
+    norm: str | None = None
 
     def __str__(self) -> str:
         shown = [(row.field, _short(row.value), row.source) for row in self.rows]

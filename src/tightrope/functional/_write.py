@@ -60,10 +60,10 @@ def write_kv(  # noqa: PLR0913  (one argument for each tensor)
             skipped there); on a GPU its token is skipped.
         act, gate: see :func:`rotate_qk`.
         out: the tensor to write rotated q to; q itself rotates it in place. None for a new tensor.
-        cache_scale: for caches of float8_e4m3fn or float8_e5m2: a positive number or a tensor of one element that
-            keys and values are divided by, in float32, before they are limited to the range of the format and
-            rounded. Reading multiplies by it. A pair: one for keys, one for values. With the rounding "once" keys
-            are rounded only to float8; otherwise first to the dtype of k.
+        cache_scale: for caches of float8_e4m3fn or float8_e5m2: a positive number, or a floating tensor ``(1,)`` or
+            ``(heads,)``, that keys and values are divided by, in float32, before they are limited to the range of
+            the format and rounded. Reading multiplies by it. A pair: one for keys, one for values. With the
+            rounding "once" keys are rounded only to float8; otherwise first to the dtype of k.
 
     Returns:
         Rotated q, ``out`` if given; None if q is None.

@@ -17,7 +17,20 @@ from . import gradients, schema
 from .call import Call, pack, tensors_of, transposed, unpack
 from .direct import launch
 from .route import is_differentiated, is_plain_eager
-from .schema import FORWARD, IN_PLACE, NEW, NO_GATE, OUT, TRANSPOSE, Packed, library, pair, present
+from .schema import (
+    FACTOR,
+    FORWARD,
+    IN_PLACE,
+    LOG,
+    NEW,
+    NO_GATE,
+    OUT,
+    TRANSPOSE,
+    Packed,
+    library,
+    pair,
+    present,
+)
 
 #: A call without its tensors: a function that takes them and returns the call. An autograd function
 #: accepts it as an argument; the fields of a call would be arguments of their own under transforms.
@@ -135,8 +148,9 @@ def save(
     angles, tables, gates = _needed(needs)
     forward = options.direction == FORWARD
     # The results contain the gate, so the backward pass rotates q and k again, without it.
-    again = angles and options.gate != NO_GATE and forward
-    from_outputs = (angles and not again) or (gates and forward)
+    factors = gates and options.gate == FACTOR
+    again = forward and (factors or (angles and options.gate != NO_GATE))
+    from_outputs = (angles and not again) or (gates and forward and not factors)
     from_inputs = options.act != NONE or tables or again or (gates and not forward)
     if not from_inputs:
         call = call._replace(q=None, k=None)
@@ -241,12 +255,7 @@ def _by_angles(
     some: Sequence[torch.Tensor]
     if options.gate != NO_GATE and options.direction == FORWARD:
         there = [gradients.gated(call, i, grad) for i, grad in zip(which, there)]
-        # In float32 or float64: without the gate, results may exceed the range of a 16-bit dtype.
-        xs = [inputs[i].to(grad.dtype) for i, grad in zip(which, there)]
-        alone = call._replace(
-            options=options._replace(gate=NO_GATE), extras=call.extras.of(which)._replace(gates=())
-        )
-        some = _rotated(alone.on(xs), is_differentiated())
+        some = _without_gate(call, which, inputs)
     else:
         some = [outputs[i] for i in which]
     call = call._replace(options=options._replace(act=NONE, gate=NO_GATE))
@@ -263,6 +272,19 @@ def _by_angles(
     return by_position[0], by_frequency
 
 
+def _without_gate(
+    call: Call, which: Sequence[int], inputs: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Rotate some of the inputs again, without the gate.
+
+    In float32 or float64: without it, results may exceed the range of a 16-bit dtype.
+    """
+    options, extras = call.options._replace(gate=NO_GATE), call.extras.of(which)
+    xs = [inputs[i].to(gradients.value_dtype(inputs[i])) for i in which]
+    alone = call._replace(options=options, extras=extras._replace(gates=())).on(xs)
+    return _rotated(alone, is_differentiated())
+
+
 def _by_gates(
     call: Call,
     inputs: Sequence[torch.Tensor],
@@ -274,14 +296,25 @@ def _by_gates(
     gates = call.extras.gates
     forward = call.options.direction == FORWARD
     # An inverse call divides x by P, so the gradient of log P is −Σ x · (gradient of x).
+    some: Sequence[torch.Tensor]
     ys, by_ys = (outputs, grads) if forward else (inputs, by_x)
     found = [torch.zeros_like(gate) for gate in gates]
     which = [i for i in range(len(gates)) if by_ys[i] is not None]
-    some, there = [ys[i] for i in which], [cast(torch.Tensor, by_ys[i]) for i in which]
+    there, options = [cast(torch.Tensor, by_ys[i]) for i in which], call.options
+    factors = options.gate == FACTOR
+    if factors and forward:  # not y / P, as P may be 0
+        some = _without_gate(call, which, inputs)
+        there = [grad.to(y.dtype) for grad, y in zip(there, some)]
+    else:
+        some = [ys[i] for i in which]
+    if factors:
+        options = options._replace(gate=LOG)
     operator = gradients.gate_gradients if is_differentiated() else schema.gate_gradients
     flat = (*pair(some), *pair(there), *pair([gates[i] for i in which]))
-    for i, total in zip(which, operator(*flat, call.positions, call.offset, call.options.pack())):
-        found[i] = (total if forward else -total).to(gates[i].dtype)
+    for i, total in zip(which, operator(*flat, call.positions, call.offset, options.pack())):
+        if not forward:
+            total = -total / gates[i] if factors else -total
+        found[i] = total.to(gates[i].dtype)
     return tuple(found)
 
 

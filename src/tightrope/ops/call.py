@@ -17,6 +17,7 @@ import torch
 from ..activations import NONE, RMS_NORM
 from .layouts import BY_CODE, Layout
 from .schema import (
+    FACTOR,
     FORWARD,
     INVERSE,
     NO_GATE,
@@ -192,7 +193,9 @@ class Call(NamedTuple):
         """
         options, extras = self.options, self.extras
         if options.direction != FORWARD:
-            extras = extras._replace(gates=tuple([-gate for gate in extras.gates]))
+            signed = options.gate == FACTOR
+            gates = [gate.reciprocal() if signed else -gate for gate in extras.gates]
+            extras = extras._replace(gates=tuple(gates))
         elif options.act != NONE:
             extras = extras._replace(inputs=tuple(inputs))
         amplitude = scale(options.direction, self.amplitude)

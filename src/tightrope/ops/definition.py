@@ -19,10 +19,10 @@ from . import gradients
 from .call import Call
 from .schema import (
     EACH,
+    FACTOR,
     FORWARD,
     FULL,
     INVERSE,
-    LOG,
     ONCE,
     PHASES,
     SLOPE,
@@ -124,7 +124,7 @@ def cos_sin(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
     """Refuse the input that kernels refuse. Public functions raise readable errors before this."""
     options, parts = call.options, call.extras
-    if options.act >= len(activations.ACTS) or options.gate > SLOPE:
+    if options.act >= len(activations.ACTS) or options.gate > FACTOR:
         raise RuntimeError(
             "tightrope::rotate: act and gate must be codes of the schema but got "
             f"{options.act} and {options.gate}"
@@ -144,7 +144,7 @@ def _check(call: Call, views: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
             fits &= len(shape) == 2 and broadcasts(shape[0], heads) and shape[1] == width
         if parts.gates:
             shape = parts.gates[i].shape
-            full = view.shape if options.gate == LOG else (heads, width)
+            full = (heads, width) if options.gate == SLOPE else view.shape
             fits &= len(shape) == len(full) and all(map(broadcasts, shape, full))
         if inputs:
             fits &= inputs[i].shape == view.shape

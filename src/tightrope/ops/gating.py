@@ -12,7 +12,7 @@ from ..gates import Gate, Slope, XPos
 from ..positions import explicit
 from ..spec import PreparedRotation
 from .layouts import BY_NAME
-from .schema import LOG, NO_GATE, SLOPE
+from .schema import FACTOR, LOG, NO_GATE, SLOPE
 
 
 def lower(
@@ -50,8 +50,9 @@ def lower(
             gates_.check_fit(name, x, first, (1, rates.shape[0], 1))
             found.append((SLOPE, rates))
         else:
-            log = gates_.total(name, x, own, channels, where)
-            found.append((NO_GATE if log is None else LOG, log))
+            signed = any(gate.signed for gate in own)
+            total = gates_.total(name, x, own, channels, where, signed)
+            found.append((NO_GATE if total is None else FACTOR if signed else LOG, total))
     return found
 
 
@@ -92,6 +93,8 @@ def _lower_one_quickly(
     gate: Gate, x: torch.Tensor, rotation: PreparedRotation, layout: str
 ) -> tuple[int, torch.Tensor] | None:
     channels = rotation.channels
+    if gate.signed:
+        return FACTOR, gate.factor_on(x, channels)
     if not gate.by_position:
         return LOG, gate.log_on(x, channels)
     if _needs_log(rotation):

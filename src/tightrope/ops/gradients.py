@@ -9,7 +9,7 @@ Let (u, v) be a pair of frequency ω at position p before the rotation, (y, z) t
 * the tables is ``dcos = u·dy + v·dz`` and ``dsin = u·dz − v·dy``; in tables with an entry for every
   channel, the cosine and the sine of the first channel get ``u·dy`` and ``−v·dy``, those of the second
   ``v·dz`` and ``u·dz``;
-* the logarithm of a gate, which multiplies last, is ``dg = y·dy``.
+* the logarithm of a gate, which multiplies last, is ``dg = y·dy``, and that of its factor ``y·dy`` for y before it.
 
 The gradient of x is the operator itself with its direction flipped, applied to the gradient of the
 result.
@@ -30,6 +30,7 @@ from .call import Call
 from .layouts import BY_CODE
 from .schema import (
     EACH,
+    FACTOR,
     FORWARD,
     FULL,
     INVERSE,
@@ -250,6 +251,8 @@ def gate_factor(call: Call, which: int, tokens: int, dtype: torch.dtype) -> torc
     """
     gate: torch.Tensor = call.extras.gates[which]
     sign = -1.0 if call.options.direction == INVERSE else 1.0
+    if call.options.gate == FACTOR:
+        return gate.to(dtype).reciprocal() if sign < 0 else gate.to(dtype)
     if call.options.gate == LOG:
         return (sign * gate.to(dtype)).exp()
     # The exponent, slope times position, needs more digits than float32 has.

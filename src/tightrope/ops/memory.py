@@ -108,8 +108,15 @@ def shares_memory(
             may_overlap(a, b)
             for i, a in enumerate(written)
             for j, b in enumerate(read)
-            if i != j or i >= own or _start(a) != _start(b) or a.stride() != b.stride()
+            if i != j or i >= own or not _is_same(a, b)
         )
+    )
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether each element of a tensor has the memory of that of another one."""
+    return (
+        _start(a) == _start(b) and a.stride() == b.stride() and a.element_size() == b.element_size()
     )
 
 
@@ -195,8 +202,10 @@ def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     size = a.element_size()
     a_start, b_start = _start(a), _start(b)
-    if a_start + _run(a) * size <= b_start or b_start + _run(b) * size <= a_start:
+    if a_start + _run(a) * size <= b_start or b_start + _run(b) * b.element_size() <= a_start:
         return False
+    if size != b.element_size():
+        return True
     gap, rest = divmod(b_start - a_start, size)
     return rest != 0 or not any(
         _run(a, period) <= gap % period and gap % period + _run(b, period) <= period

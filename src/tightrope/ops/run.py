@@ -99,7 +99,7 @@ def run_entries(request: Request, slot: torch.Tensor) -> torch.Tensor:
             "slots rotate without a gradient, but the cache or another tensor requires one; use torch.no_grad()"
         )
     if way.route == TRACED:
-        rotate_slots_(cache, slot, *_with_extras(pack(call)))
+        rotate_slots_(cache, slot, *with_extras(pack(call)))
         return cache
 
     def check() -> None:
@@ -116,7 +116,7 @@ def run_entries(request: Request, slot: torch.Tensor) -> torch.Tensor:
     memory.check_not_frozen(call.names, [cache])
     try:
         with torch._C._AutoDispatchBelowAutograd():
-            rotate_slots_(cache, slot, *_with_extras(pack(call)))
+            rotate_slots_(cache, slot, *with_extras(pack(call)))
     except RuntimeError:
         check()
         raise
@@ -331,13 +331,13 @@ def _write_out(
         SLOTS.plain(q, k, *pair(outs), slot, *packed)
     else:
         more = *pair(outs), cache, slot, None, None
-        SLOTS.carrying(q, k, values, *more, *_with_extras(packed))
+        SLOTS.carrying(q, k, values, *more, *with_extras(packed))
 
 
 _PLAIN = 6  # arguments of a call without extra tensors
 
 
-def _with_extras(packed: Packed) -> Packed:
+def with_extras(packed: Packed) -> Packed:
     """Add an empty list of extra tensors, for operators that have one overload."""
     return packed if len(packed) > _PLAIN else (*packed, (), 0.0)
 

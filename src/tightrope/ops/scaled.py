@@ -9,22 +9,26 @@ from typing import TypeAlias, cast
 import torch
 
 from .._errors import as_real, bad_type, bad_value, check_local, describe, unsupported
-from .._tracing import have_tangents, is_readable, is_transformed, needs_plain
+from .._tracing import have_tangents, is_readable, is_repeated, is_transformed, needs_plain
 from . import memory
 from .build import Request, build
-from .call import KEYS, VALUES, Call, Slots, tensors_of
+from .call import KEYS, VALUES, Call, Slots, pack, tensors_of
 from .checks import check_floating, check_outs
-from .route import any_requires_grad
-from .run import run
-from .schema import ONCE, present
+from .eight import FORMATS, encoded, encoded_keys
+from .layouts import Layout
+from .route import KERNEL, TRACED, any_requires_grad, route
+from .run import run, with_extras
+from .schema import SLOTS, pair, present
 from .slots import check_range, check_slots, write_all
 
-#: A positive number, or a tensor of one element.
+#: A positive number, or a tensor of one element or of one for each head.
 Scale: TypeAlias = float | torch.Tensor
 #: One scale for all, or one for keys and one for values.
 ScaleLike: TypeAlias = Scale | tuple[Scale, Scale] | None
 
-FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+#: Types of devices whose kernels take no scales: there torch's own functions encode.
+WITHOUT_SCALES = {"cpu"}
 
 
 def run_scaled(request: Request, scale: ScaleLike) -> Sequence[torch.Tensor]:
@@ -38,7 +42,7 @@ def run_scaled(request: Request, scale: ScaleLike) -> Sequence[torch.Tensor]:
         The outs.
     """
     outs, slots = request.outs, cast(Slots, request.slots)
-    of_keys, of_values = _scales(scale, slots)
+    scales = _scales(scale, slots)
     calls = build(request._replace(verb="new", outs=(), slots=None))
     xs, last = present(request.q, request.k), calls[-1].only([len(calls[-1].xs()) - 1])
     names, layout = request.names[: len(xs)], last.layout()
@@ -46,35 +50,58 @@ def run_scaled(request: Request, scale: ScaleLike) -> Sequence[torch.Tensor]:
     caches = [outs[-1], *slots.written()]
     _check_caches(caches, slots)
     _check_mode(calls, caches, slots)
-    x = last.q
-    if last.options.rounding == ONCE and x.dtype != torch.float64:
-        x = x.float()
-    keys = encoded(run([last.on([x])])[0], of_keys, outs[-1].dtype)
-    values = slots.values
-    if values is not None:
-        values = encoded(values, of_values, outs[-1].dtype)
-    to = slots._replace(values=values)
-    check_slots(to, names[-1], keys, outs[-1], layout)
+    check_slots(slots, names[-1], xs[-1], outs[-1], layout, eight=True)
+    _check_heads(scales, (xs[-1], *slots.read()), layout)
     if not torch.compiler.is_compiling():
         memory.check_out(xs, outs, slots)
-        check_range(to, outs[-1], layout)
+        check_range(slots, outs[-1], layout)
+    way = route(calls[-1])
+    encodes = last.q.device.type not in WITHOUT_SCALES
+    if encodes and way.route in (KERNEL, TRACED) and not is_repeated():
+        _run_kernel(calls, outs, slots, scales, way.route == TRACED)
+        return outs
+    keys = encoded_keys(last, scales[0], outs[-1].dtype, lambda call: run([call]))
+    slot, values, cache = slots
+    if values is not None:
+        values = encoded(values, scales[1], outs[-1].dtype, layout)
     if len(xs) == 2:
         run([calls[0].only([0])._replace(verb="out", outs=outs[:1])])
     # As bytes, because not every device can index float8.
-    slot, values, cache = to
     rest = [None if one is None else one.view(torch.uint8) for one in (values, cache)]
     write_all([keys.view(torch.uint8)], [outs[-1].view(torch.uint8)], Slots(slot, *rest), layout)
     return outs
 
 
-def encoded(y: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:
-    """Return y / scale in a float8 format: divided in float32, then limited to its range and rounded once.
+def _run_kernel(
+    calls: Sequence[Call],
+    outs: Sequence[torch.Tensor],
+    slots: Slots,
+    scales: tuple[Scale, Scale],
+    traced: bool,
+) -> None:
+    """Write everything by the operator: in one launch, and one more for values or for q with another f or P."""
+    *others, call = calls
+    if others:
+        run([others[0]._replace(verb="out", outs=outs[:1])])
+    (slot, values, cache), outs = slots, outs[len(others) :]
+    of_keys, of_values = _on(scales[0], call.q.device), None
+    if values is not None:
+        of_values = of_keys if scales[1] is scales[0] else _on(scales[1], call.q.device)
+    into = *pair(outs), cache, slot, of_keys, of_values
+    arguments = call.q, call.k, values, *into, *with_extras(pack(call))
+    if traced:
+        SLOTS.carrying(*arguments)
+        return
+    with torch._C._AutoDispatchBelowAutograd():
+        SLOTS.carrying(*arguments)
+    torch._C._increment_version([*outs, *slots.written()])
 
-    NaN stays NaN.
-    """
-    most = torch.finfo(dtype).max
-    scale = scale.to(torch.float32) if isinstance(scale, torch.Tensor) else scale
-    return (y.to(torch.float32) / scale).clamp(-most, most).to(dtype)
+
+def _on(scale: Scale, device: torch.device) -> torch.Tensor:
+    """Return a scale as the operator takes it."""
+    if isinstance(scale, torch.Tensor):
+        return scale.to(device, torch.float32).reshape(-1).contiguous()
+    return torch.full((1,), scale, dtype=torch.float32, device=device)
 
 
 def _scales(given: object, slots: Slots) -> tuple[Scale, Scale]:
@@ -94,13 +121,15 @@ def _scales(given: object, slots: Slots) -> tuple[Scale, Scale]:
 def _scale(name: str, given: object) -> Scale:
     if isinstance(given, torch.Tensor):
         check_local(name, given)
-        if given.numel() != 1 or given.dim() > 1 or not given.is_floating_point():
+        if given.dim() > 1 or not given.numel() or not given.is_floating_point():
             raise bad_value(
-                f"{name} must be a number, or a floating tensor of one element", cache_scale=given
+                f"{name} must be a number, or a floating tensor of one element or of one for each head",
+                cache_scale=given,
             )
         if is_readable(given):  # to read one on another device would be to wait for it
-            _check_number(name, given.item())
-        return given.reshape(())
+            for number in given.reshape(-1).tolist():
+                _check_number(name, number)
+        return given
     number = as_real(given)
     if number is None:
         raise bad_type(f"{name} must be a number or a tensor but got {describe(given)}")
@@ -111,6 +140,18 @@ def _scale(name: str, given: object) -> Scale:
 def _check_number(name: str, number: float) -> None:
     if not (number > 0 and math.isfinite(number)):
         raise bad_value(f"{name} must be positive and finite but got {number}")
+
+
+def _check_heads(scales: Sequence[Scale], xs: Sequence[torch.Tensor], layout: Layout) -> None:
+    """Refuse a scale of another number of heads than that of its tensor, k or v."""
+    for name, scale, x in zip(("keys", "values"), scales, xs):
+        heads = 1 if layout.head is None else x.shape[layout.head]
+        if isinstance(scale, torch.Tensor) and scale.numel() not in (1, heads):
+            raise bad_value(
+                f"cache_scale must have one element or {heads}, one for each head of the {name}, but got "
+                f"{scale.numel()}",
+                cache_scale=scale,
+            )
 
 
 def _check_caches(caches: Sequence[torch.Tensor], slots: Slots) -> None:

@@ -26,9 +26,9 @@ SOURCES = ("words", "cat", "repeat", "half", "full", "phases")
 WORDS, HALF, FULL, PHASES = 0, 3, 4, 5
 TABLES = SOURCES[1:PHASES]
 
-#: Kinds of P: none; given by the logarithms of its factors; or by slopes, whose products with the
-#: position are the logarithms.
-NO_GATE, LOG, SLOPE = 0, 1, 2
+#: Kinds of P: none; given by the logarithms of its factors; by slopes, whose products with the position are the
+#: logarithms; or by the factors themselves, of any sign.
+NO_GATE, LOG, SLOPE, FACTOR = 0, 1, 2, 3
 
 #: Where a rotation rounds: indices into :data:`tightrope._rounding.ROUNDINGS`.
 ONCE, WIDE, EACH = 0, 1, 2
@@ -53,7 +53,7 @@ class Options(NamedTuple):
         learned: whether the extra tensors hold the frequencies of the phase words, or zeros added to
             the phases, for their gradient.
         act: code of f: an index into tightrope.activations.ACTS.
-        gate: kind of P: NO_GATE, LOG or SLOPE.
+        gate: kind of P: NO_GATE, LOG, SLOPE or FACTOR.
         rounding: ONCE, WIDE or EACH; ONCE if there is an act or a gate.
         back: the rounding of the transposed call.
         narrow: whether cosines and sines from phase words round to the dtype of x first.
@@ -134,7 +134,7 @@ def options_of(packed: int) -> Options:
 #                 [axes, rows|1, heads|1, pairs] (if options.learned; one tensor for q and k); with
 #                 phases, zeros through which their gradient flows, [rows|1, heads|1, tokens, pairs|1]
 #             weights of a norm, floating [heads|1, channels] (if act is a norm)
-#             gates, floating, any strides: LOG [rows|1, heads|1, tokens|1, channels|1] in every
+#             gates, floating, any strides: LOG and FACTOR [rows|1, heads|1, tokens|1, channels|1] in every
 #                 layout; SLOPE [heads|1, channels|1], for positions of one axis
 #             q and k of the forward call (if direction is TRANSPOSE and f is not the identity)
 # eps         epsilon of a norm
@@ -166,16 +166,17 @@ ROTATIONS = {
 #             tokens; for "thd" and "sd" also with a dimension of blocks before that of entries
 # out_values  a cache for the values, with the same blocks and entries
 # slots       int32 or int64 [rows, tokens], or [tokens] for one row: the entry of each token, counted through all
-#             blocks; -1 for none
+#             blocks; -1 for none; None, with scales only, for caches in the shapes of k and values
 # scale, values_scale
-#             must be None
+#             float32 [1] or [heads], which keys and values are divided by: the caches are then float8_e4m3fn or
+#             float8_e5m2, and values may have another floating dtype than k. The kernel for CPUs takes none
 #
 # The first overload is for calls without values and extra tensors.
 SLOTTED = {
     "rotate_slots": "rotate_slots(Tensor q, Tensor? k, Tensor(a!) out_q, Tensor(b!)? out_k, Tensor slots, "
     f"{_ARGUMENTS}) -> ()",
     "rotate_slots.extras": "rotate_slots.extras(Tensor q, Tensor? k, Tensor? values, Tensor(a!) out_q, "
-    "Tensor(b!)? out_k, Tensor(c!)? out_values, Tensor slots, Tensor? scale, Tensor? values_scale, "
+    "Tensor(b!)? out_k, Tensor(c!)? out_values, Tensor? slots, Tensor? scale, Tensor? values_scale, "
     f"{_ARGUMENTS}{_EXTRAS}) -> ()",
 }
 
@@ -200,7 +201,8 @@ ANGLE_GRADIENTS = (
 )
 
 # Gradients of the logarithms of a gate, Σ y·dy, or of slopes, Σ p·y·dy, summed over the dimensions that
-# the gate broadcasts: in the shape of the gates, float32 (float64 for float64); one for each result.
+# the gate broadcasts: in the shape of the gates, float32 (float64 for float64); one for each result. Those of factors
+# are those of logarithms, for results without the gate.
 #
 # y, z        results of rotate
 # gate_q, gate_k

@@ -31,9 +31,13 @@ def layout_of_cache(layout: Layout, dims: int) -> Layout:
 
 
 def check_slots(
-    slots: Slots, name: str, x: torch.Tensor, out: torch.Tensor, layout: Layout
+    slots: Slots, name: str, x: torch.Tensor, out: torch.Tensor, layout: Layout, eight: bool = False
 ) -> None:
-    """Check shapes, dtypes and devices of a cache for keys x, of slots, and of values and their cache."""
+    """Check shapes, dtypes and devices of a cache for keys x, of slots, and of values and their cache.
+
+    Args:
+        eight: whether the caches are in 8 bits, so that they have another dtype than keys and values.
+    """
     index, values, cache = slots
     rows, tokens = 1 if layout.row is None else x.shape[layout.row], x.shape[layout.token]
     for one, tensor in (("slots", index), ("v", values), (VALUES, cache)):
@@ -43,11 +47,12 @@ def check_slots(
     if cache is not None:
         check_not_negated(VALUES, cache)
     if index is None:
-        _check_same(KEYS, out, name, x)
+        _check_same(KEYS, out, name, x, eight)
         if values is not None and cache is not None:
-            _check_same(VALUES, cache, "v", values)
-            if values.dtype != x.dtype or values.device != x.device:
-                raise bad_value(f"v must have the dtype and device of {name}", v=values)
+            _check_same(VALUES, cache, "v", values, eight)
+            if not _fits(values, x, eight):
+                own = _own(eight).removeprefix("and ")
+                raise bad_value(f"v must have the {own} of {name}", v=values)
         return
     _check_index(index, name, x)
     if index.shape != (rows, tokens) and not (rows == 1 and index.shape == (tokens,)):
@@ -55,33 +60,43 @@ def check_slots(
         raise bad_value(
             f"slots must have shape {fits}, one for each token", **{name: x, "slots": index}
         )
-    _check_cache(KEYS, name, x, out, layout)
+    _check_cache(KEYS, name, x, out, layout, eight)
     if values is None or cache is None:
         return
     own = 1 if layout.row is None or values.dim() != layout.dims else values.shape[layout.row]
     if (
         values.dim() != layout.dims
         or (own, values.shape[layout.token]) != (rows, tokens)
-        or values.dtype != x.dtype
-        or values.device != x.device
+        or not _fits(values, x, eight)
     ):
         raise bad_value(
-            f"v must have the rows, tokens, dtype, device and layout of {name}",
+            f"v must have the rows, tokens, layout, {_own(eight)} of {name}",
             **{name: x, "v": values},
         )
-    _check_cache(VALUES, "v", values, cache, layout)
+    _check_cache(VALUES, "v", values, cache, layout, eight)
     if _blocks(cache, layout) != _blocks(out, layout):
         raise bad_value(
             f"{VALUES} must have the blocks and entries of {KEYS}", **{KEYS: out, VALUES: cache}
         )
 
 
-def _check_same(what: str, cache: torch.Tensor, name: str, x: torch.Tensor) -> None:
+def _fits(a: torch.Tensor, b: torch.Tensor, eight: bool) -> bool:
+    """Return whether two tensors have one device, and unless one may be in 8 bits, one dtype."""
+    return a.device == b.device and (eight or a.dtype == b.dtype)
+
+
+def _own(eight: bool) -> str:
+    """Return the end of a list, what :func:`_fits` compares."""
+    return "and device" if eight else "dtype and device"
+
+
+def _check_same(what: str, cache: torch.Tensor, name: str, x: torch.Tensor, eight: bool) -> None:
     """Refuse a part of a contiguous cache that is not like the tensor that goes there."""
-    if cache.shape != x.shape or cache.dtype != x.dtype or cache.device != x.device:
-        hint = "" if cache.dtype == x.dtype else for_float8(cache.dtype)
+    if cache.shape != x.shape or not _fits(cache, x, eight):
+        hint = "" if eight or cache.dtype == x.dtype else for_float8(cache.dtype)
+        both = "shape and device" if eight else "shape, dtype and device"
         raise bad_value(
-            f"{what} must have the shape, dtype and device of {name} without slots{hint}",
+            f"{what} must have the {both} of {name} without slots{hint}",
             **{name: x, what: cache},
         )
 
@@ -101,7 +116,7 @@ def _blocks(cache: torch.Tensor, layout: Layout) -> tuple[int, int]:
 
 
 def _check_cache(
-    what: str, name: str, x: torch.Tensor, cache: torch.Tensor, layout: Layout
+    what: str, name: str, x: torch.Tensor, cache: torch.Tensor, layout: Layout, eight: bool
 ) -> None:
     own = layout_of_cache(layout, cache.dim())
     heads = 1 if layout.head is None else x.shape[layout.head]
@@ -109,12 +124,11 @@ def _check_cache(
         cache.dim() != own.dims
         or cache.shape[-1] != x.shape[-1]
         or (own.head is not None and cache.shape[own.head] != heads)
-        or cache.dtype != x.dtype
-        or cache.device != x.device
+        or not _fits(cache, x, eight)
     ):
-        hint = "" if cache.dtype == x.dtype else for_float8(cache.dtype)
+        hint = "" if eight or cache.dtype == x.dtype else for_float8(cache.dtype)
         raise bad_value(
-            f"{what} must be a cache {_shapes(layout)} with the heads, channels, dtype and device of "
+            f"{what} must be a cache {_shapes(layout)} with the heads, channels, {_own(eight)} of "
             f"{name} (layout {layout.name!r}){hint}",
             **{name: x, what: cache},
         )

@@ -18,7 +18,7 @@ from tests.support.helpers import noise as noise_on_cpu, on
 from tests.support.tolerances import value
 from tests.support.triton.cases import DEVICE, HAS_GPU, needs_triton, on_this_device
 from tightrope import RopeSpec, frequencies, positions
-from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_, write_kv
 from tightrope.spec import _lengths, _prepared
 
 __all__ = ["on_this_device"]
@@ -151,6 +151,24 @@ def test_compile() -> None:
         for got, other in (*zip(found, want), (grad, want_grad)):
             assert_close(got, other.detach())
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["contiguous", "slots"])
+def test_a_compiled_cache_in_8_bits(placed: bool) -> None:
+    """Compiled code calls the kernel too, and has the bits of eager code."""
+    k, scale = noise(2, 3, 5, 64, seed=1).bfloat16(), torch.full((3,), 0.3, device=DEVICE)
+    slots = torch.arange(10, device=DEVICE).flip(0).view(2, 5) if placed else None
+    caches = torch.zeros(2, *k.shape, device=DEVICE).to(torch.float8_e4m3fn).unbind()
+
+    def step(k: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        write_kv(None, k * 2, None, SPEC, 3, cache=(cache, None), slots=slots, cache_scale=scale)
+        return k + 1
+
+    step(k, caches[0])
+    inner = "inductor" if HAS_GPU else "aot_eager"
+    torch.compile(step, fullgraph=True, backend=inner)(k, caches[1])
+    assert torch.equal(*(cache.view(torch.uint8) for cache in caches))
+    assert bool(caches[0].float().any())
 
 
 def test_far() -> None:

@@ -52,6 +52,7 @@ BOUNDS = {
     "M-RoPE": Bounds(80, 64, None),
     "phases": Bounds(255, 64, None),
     "log gate": Bounds(255, 32),
+    "float8": Bounds(128, 64, None),
     "rms_norm backward": Bounds(128, 16 if SPILLS_NORMS else 64, None),
     "frequencies": Bounds(255, 64, None),
     "positions": Bounds(255, 64, None),

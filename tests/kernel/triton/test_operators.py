@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tests.support.helpers import noise
+from tests.support.eight import E4M3, EVERY, LARGEST, codes, stored
+from tests.support.helpers import Watcher, noise
 from tests.support.raw_calls import Call, Draw, angle_gradients, freed_storages, phases, rotation
 from tests.support.tolerances import assert_same_bits
 from tests.support.triton.cases import (
@@ -23,8 +24,10 @@ from tests.support.triton.cases import (
     words,
 )
 from tests.support.written_calls import options_of, rows_of, value_of
+from tightrope import RopeSpec
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.backends.reference import compose
+from tightrope.functional import write_kv
 from tightrope.ops.schema import LOG, Options
 
 __all__ = ["on_this_device"]
@@ -146,6 +149,41 @@ def test_several_tiles(gate: int) -> None:
     assert torch.equal(wide, expected[1])
 
 
+@pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered"
+)  # of numpy, in the interpreter
+@pytest.mark.parametrize("placed", [False, True], ids=["contiguous", "slots"])
+@pytest.mark.parametrize("to", LARGEST, ids=str)
+def test_every_bfloat16_in_8_bits(to: torch.dtype, placed: bool) -> None:
+    """As keys, in channels that do not rotate, and as values; each head has a scale of its own."""
+    scales = torch.tensor([1.0, 0.37, 1e-6])
+    x = torch.nn.functional.pad(EVERY.view(1, 1, 1024, 64), (0, 2)).expand(1, 3, -1, -1)
+    want, x = codes(x, scales[:, None, None], to), x.contiguous().to(DEVICE)
+    caches = [torch.zeros(x.shape, device=DEVICE).to(to) for _ in "kv"]
+    slots, scale = torch.arange(1024).flip(0).to(DEVICE) if placed else None, scales.to(DEVICE)
+    own = x, None, x, caches[0], None, caches[1], slots, scale, scale
+    given = tail(Options(start=64), primary=W[..., :1])
+    operators().rotate_slots_extras(*own, *given, [], 0.0)
+    for found, width in zip(caches, (64, 66)):
+        got = stored(found.cpu().flip(2) if placed else found.cpu())
+        assert torch.equal(got[..., :width], want[..., :width])
+
+
+@pytest.mark.parametrize("qk", [False, True], ids=["k", "q and k"])
+def test_a_cache_in_8_bits_is_written_by_the_kernel_alone(qk: bool) -> None:
+    """Nothing is rotated to new memory, converted or copied by other operators."""
+    k, (cache, values) = X.bfloat16(), torch.zeros(2, *X.shape, device=DEVICE).to(E4M3)
+    q, scale = (k.clone() if qk else None), torch.ones(2, device=DEVICE)
+    with Watcher() as watcher:
+        where: Any = {"cache": (cache, values), "cache_scale": scale, "out": q}
+        write_kv(q, k, k, RopeSpec(8).at(3, device=DEVICE), **where)
+    made = [name for name in watcher.seen if "_to_copy" in name or "copy_" in name or "new" in name]
+    assert [name for name in watcher.seen if "tightrope" in name] == [
+        "tightrope.rotate_slots.extras"
+    ]
+    assert made == []
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
 def test_nothing_to_write(shape: tuple[int, int, int]) -> None:
     rows, heads, tokens = shape
@@ -225,7 +263,7 @@ def test_a_wrong_direct_call_is_refused(row: dict[str, Any]) -> None:
 def test_freed_storage_is_refused(of: Callable[[Draw], Call]) -> None:
     """As FSDP frees that of parameters."""
     tried = 0
-    for call in freed_storages(of, 20, tamed=True):
+    for call in freed_storages(of, 40):
         with pytest.raises(RuntimeError, match="tensors must have their memory"):
             call()
         tried += 1

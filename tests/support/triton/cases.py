@@ -91,8 +91,10 @@ def use_programs(count: int) -> None:
 def kernels_in_place() -> Iterator[None]:
     """Register the kernels for tensors on `DEVICE`, which is the CPU if there is no GPU."""
     from tightrope.backends.triton import blocks, operators, registration
+    from tightrope.ops import scaled
 
     programs = blocks.PROGRAMS
+    scaled.WITHOUT_SCALES.discard("cpu")
     if not HAS_GPU:
         library = torch.library.Library("tightrope", "IMPL")
         with warnings.catch_warnings():
@@ -107,6 +109,7 @@ def kernels_in_place() -> Iterator[None]:
         use_programs(programs)
         if not HAS_GPU:
             library._destroy()
+        scaled.WITHOUT_SCALES.add("cpu")
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Compile the Triton kernels without a GPU: run by tests/kernel/triton/test_machine_code.py.
 
 The script has a process of its own, because Triton chooses compiler or interpreter at import.
-It prints JSON. With the argument "some" it leaves out what differs from the rest only in known ways.
+It prints JSON. With the argument "some" it leaves out what differs from the rest only in known ways. With the argument
+"table" it prints the table of docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tests.support.triton.machine_code import disassembled, in_flight, usage_of
+from tests.support.triton.machine_code import accesses_of, disassembled, in_flight, usage_of
 from tightrope.activations import ACTS
 from tightrope.angles import words_from
-from tightrope.backends.triton import launch, operators, phases, rotation, sums
-from tightrope.ops.schema import LOG, PHASES, SLOPE, Options
+from tightrope.backends.triton import launch, operators, phases, rotation, slots, sums
+from tightrope.ops.schema import FACTOR, LOG, PHASES, SLOPE, Options
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 
@@ -33,7 +34,7 @@ LEFT_OUT = ("bfloat16 interleaved", "slice")
 COUNTED = (
     *("bfloat16", "bfloat16 interleaved", "float32", "float32 interleaved", "M-RoPE", "tables"),
     *("phases", "silu", "silu backward", "softmax", "rms_norm", "rms_norm backward", "log gate"),
-    *("slopes", "frequencies", "positions"),
+    *("slopes", "frequencies", "positions", "float8"),
 )
 
 asked: list[tuple[Any, ...]] = []
@@ -102,6 +103,7 @@ def calls() -> dict[str, Any]:
         "rms_norm backward": into(q, k, *call(Options(act=rms, direction=1), *weights, q, k)),
         "log gate": into(q, k, *call(Options(gate=LOG), *logs)),
         "slopes": into(q, k, *call(Options(gate=SLOPE), torch.empty(32, 128), torch.empty(8, 128))),
+        "float8": lambda: in_8_bits(q, k, *call(Options())),
         "frequencies": lambda: operators.angle_gradients(
             q, k, q, k, words(64), None, None, 3, Options().pack(), False, True
         ),
@@ -121,6 +123,76 @@ def calls() -> dict[str, Any]:
             q, None, q, None, torch.empty(1, 32, 1, 128), None, None, 0, Options(gate=LOG).pack()
         ),
     }
+
+
+def in_8_bits(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> None:
+    """Rotate into a cache in 8 bits, with k as its own values."""
+    cache, scale = torch.empty(k.shape, dtype=torch.float8_e4m3fn), torch.ones(k.shape[1])
+    into = q.clone(), cache, cache.clone(), None, scale, scale
+    operators.rotate_slots_extras(q, k, k, *into, *rest)
+
+
+# --- the table of docs/gpu.md ---------------------------------------------------------------------
+
+WIDTHS = (64, 128, 256)
+
+
+def calls_of(width: int) -> dict[str, Any]:
+    """Return calls in bfloat16 on heads of a width, by name."""
+    q, k, token = heads(32, torch.bfloat16, width), heads(8, torch.bfloat16, width), slice(1)
+    weights = torch.empty(1, width), torch.empty(1, width)
+    gates = torch.empty(1, 1, 1, width), torch.empty(1, 1, 1, width)
+    rms = ACTS.index("rms_norm")
+
+    def call(options: Options, *extras: torch.Tensor) -> tuple[Any, ...]:
+        eps = 1e-6 if options.act else 0.0
+        return words(width // 2), None, None, 3, options.pack(), 1.0, list(extras), eps
+
+    def rotated(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
+        return lambda: operators.rotate(q, k, *rest)
+
+    return {
+        "rotation": rotated(q, k, *call(Options())),
+        "rotation, backward": rotated(q, k, *call(Options(direction=1))),
+        "rotation, interleaved": rotated(q, k, *call(Options(interleaved=True))),
+        "rotation of one token": rotated(q[:1, :, token], k[:1, :, token], *call(Options())),
+        "norm": rotated(q, k, *call(Options(act=rms), *weights)),
+        "norm, backward": rotated(q, k, *call(Options(act=rms, direction=1), *weights, q, k)),
+        "norm without weight, then `Factor`": rotated(
+            q, k, *call(Options(act=rms, gate=FACTOR), *weights, *gates)
+        ),
+        "float8 cache": lambda: in_8_bits(q, k, *call(Options())),
+        "gradient of frequencies": lambda: operators.angle_gradients(
+            q, k, q, k, words(width // 2), None, None, 3, Options().pack(), False, True
+        ),
+    }
+
+
+def table() -> str:
+    """Return registers, spills, and the loads and stores of a thread in machine code for sm_90, by call and width."""
+    lines = [
+        f"| bfloat16, sm_90 | {' | '.join(map(str, WIDTHS))} |",
+        f"|---|{'---|' * len(WIDTHS)}",
+    ]
+    cells: dict[str, list[str]] = {}
+    for width in WIDTHS:
+        for name, call in calls_of(width).items():
+            asked.clear()
+            call()
+            kernel, values, aligned, blocks = asked[0]
+            source, goal = launch.source_of(kernel, values, aligned), TARGETS["sm_90"]
+            made = triton.compile(source, target=goal, options=launch.options_of(blocks, goal))
+            usage, found = usage_of(made.asm["cubin"]), accesses_of(disassembled(made.asm["cubin"]))
+            texts = [f"{usage.registers} / {usage.spills}"]
+            texts += [
+                ", ".join(f"{n} × {size}" for size, n in sorted(found[kind].items(), reverse=True))
+                for kind in ("LDG", "STG")
+            ]
+            cells.setdefault(name, []).append("; ".join(texts))
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in cells.items())])
+
+
+# --- facts ----------------------------------------------------------------------------------------
 
 
 def facts(target: str, source: Any, blocks: Any, count: bool) -> dict[str, Any]:
@@ -163,6 +235,7 @@ def compiled(some: bool) -> dict[str, Any]:
         call()
         # Sums of several chunks take three launches.
         for part, (kernel, values, aligned, blocks) in zip(("", ", totals", ", between"), asked):
+            part = ", values" if kernel.__name__ == "copy_values" else part
             source = launch.source_of(kernel, values, aligned)
             result[name + part] = {
                 target: facts(target, source, blocks, name in COUNTED) for target in targets
@@ -170,15 +243,16 @@ def compiled(some: bool) -> dict[str, Any]:
     return result
 
 
-def main(some: bool) -> int:
+def main(what: str) -> int:
     # Triton 3.4 links AMD's code with a ROCm program; this script inspects the code before that step.
     os.environ.setdefault("TRITON_HIP_LLD_PATH", shutil.which("true") or "")
     torch.accelerator.current_device_index = lambda: None
     torch.accelerator.device_index = lambda _: contextlib.nullcontext()
-    rotation.launcher = sums.launcher = phases.launcher = note
-    print(json.dumps(compiled(some)))
+    rotation.launcher = sums.launcher = phases.launcher = slots.launcher = note
+    rotation.rounds_by_bits = slots.rounds_by_bits = lambda: False
+    print(table() if what == "table" else json.dumps(compiled(what == "some")))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] == ["some"]))
+    sys.exit(main(*sys.argv[1:] or ["every"]))

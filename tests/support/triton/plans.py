@@ -33,6 +33,7 @@ POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
+EIGHT = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), "*u8")
 
 
 class Kernel:
@@ -77,6 +78,8 @@ def forget() -> None:
 
 class Draw(raw_calls.Draw):
     """Draws calls without what makes the operators refuse them."""
+
+    eights = 0.4
 
     def sometimes(self, share: float) -> bool:
         return share > 0.1 and super().sometimes(share)
@@ -130,7 +133,7 @@ def launches_of(call: Call, wrong: list[str]) -> list[Any]:
     operator, arguments, _ = call
     name = registration.OPERATORS[operator.name().partition("::")[2]]
     tensors = tensors_of(arguments)
-    kinds = {x.data_ptr(): POINTERS.get(x.dtype) for x in tensors if x.numel()}
+    kinds = {x.data_ptr(): (POINTERS | EIGHT).get(x.dtype) for x in tensors if x.numel()}
     Kernel.launches.clear()
     try:
         getattr(operators, name)(*arguments)

@@ -27,7 +27,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.support.model_configs import MODELS, Model
 from tests.support.reading import read, refused
 from tightrope import RopeSpec
-from tightrope.config import LayerSpecs, sections, source_of
+from tightrope.config import LayerSpecs, provenance, sections, source_of
 from tightrope.config.families import FAMILIES
 from tightrope.frequencies import YaRN
 
@@ -323,6 +323,40 @@ def test_the_factor_on_the_softmax_scale_is_that_of_the_familys_own_code(folder:
     assert wanted > 1.4
     rule = YaRN(16.0, 16384, mscale=1.0, mscale_all_dim=0.75)
     assert rule.softmax_scaling == pytest.approx(wanted, rel=1e-14)
+
+
+def norms_after(code: str) -> set[str]:
+    """Return the classes of the norms that an attention of a model file applies to its queries after their rotation."""
+    found = set()
+    for block in re.split(r"\n(?=class )", code):
+        rotation = re.search(r"= \w*apply_rotary\w*\(", block)
+        for name in re.findall(r"\bquery\w* = self\.(\w*norm\w*)\(query", block):
+            used = block.index(f"self.{name}(query")
+            if rotation and used > rotation.start():
+                found |= {*re.findall(rf"self\.{name} = (\w+)\(", block)}
+    return found
+
+
+def test_norms_after_the_rotation_are_those_of_the_code() -> None:
+    """All model files of transformers are searched."""
+    stated: dict[str, set[str]] = {}
+    for name, family in FAMILIES.items():
+        if family.norm:
+            stated.setdefault(FOLDERS[name], set()).add(family.norm)
+    every = {folder: norms for folder, code in FILES.items() if (norms := norms_after(code))}
+    # Two have no spec, and only attention to images, which does not rotate, has that of Idefics.
+    others = {"nanochat", "hunyuan_vl", "idefics"}
+    assert FAMILIES["nanochat"].refused
+    assert FAMILIES["hunyuan_vl_text"].refused
+    assert every.keys() - stated.keys() == others
+    assert stated == {folder: norms for folder, norms in every.items() if folder not in others}
+
+
+def test_a_key_switches_the_norm_after_the_rotation_off() -> None:
+    config = {"model_type": "llama4_text", "head_dim": 128}
+    assert provenance(config).norm == "Llama4TextL2Norm"
+    assert provenance(config | {"use_qk_norm": False}).norm is None
+    assert provenance(config | {"model_type": "llama"}).norm is None
 
 
 def test_every_tensor_of_a_rotary_module_that_weights_fill_is_known() -> None:

@@ -45,12 +45,6 @@ LATER = LayerSpecs({"a": None, "b": RopeSpec(64)})
 OF_A = LayerSpecs({"a": RopeSpec(64)}, ("a", "b"))
 test_calls = refused_calls(Path(__file__).with_name("refused_calls.jsonl"), {}, globals())
 
-test_errors_of_layers_of_one_spec = refusals(
-    "RopeSpec.of",
-    TypeError={"layer must be an int but got 0.5.": lambda: RopeSpec(64).of(0.5)},  # type: ignore[arg-type]
-    ValueError={"layer must not be negative but got -1.": lambda: RopeSpec(64).of(-1)},
-)
-
 
 def test_a_layer_type_gives_its_spec_or_none() -> None:
     typed = llama(model_type="cohere2", layer_types=["full_attention", "sliding_attention", "conv"])

@@ -306,7 +306,7 @@ def test_the_raw_operator() -> None:
         "memory overlaps": {3: k, 6: slots // 2},
         "values must come": {2: v},
         "values must have": {2: v, 5: v_cache[1:]},
-        "scales are not": {7: torch.ones(())},
+        "and takes no scales": {7: torch.ones(1)},
         "slots have no gradient": {13: back},
     }.items():
         with pytest.raises(RuntimeError, match=text):

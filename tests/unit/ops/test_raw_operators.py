@@ -21,7 +21,7 @@ from tightrope import RopeSpec
 from tightrope.activations import ACTS
 from tightrope.backends import reference
 from tightrope.ops import schema
-from tightrope.ops.schema import INVERSE, LOG, SLOPE, TRANSPOSE, Options
+from tightrope.ops.schema import FACTOR, INVERSE, LOG, SLOPE, TRANSPOSE, Options
 from tightrope.patching._kinds import WIDTHS
 
 noise = partial(helpers.noise, dtype=torch.float32)
@@ -40,8 +40,9 @@ def call_of(options: Options, xs: list[torch.Tensor], source: str = "words") -> 
     """Return the arguments after q and k of a call that has these options, for tensors bhsd."""
     extras = [1 + noise(heads, 8) / 9 for heads in (1, xs[-1].shape[1])[: len(xs)]]
     extras = extras if options.act == NORM else []
-    if options.gate == LOG:
-        extras += [noise(1, x.shape[1], x.shape[2], 1) / 9 for x in xs]
+    if options.gate in (LOG, FACTOR):
+        shift = -1.5 if options.gate == FACTOR else 0.0
+        extras += [noise(1, x.shape[1], x.shape[2], 1) / 9 + shift for x in xs]
     elif options.gate == SLOPE:
         extras += [noise(x.shape[1], 8) / 99 for x in xs]
     if options.act and options.direction == TRANSPOSE:
@@ -62,7 +63,7 @@ def rotated(q: torch.Tensor, k: torch.Tensor | None, *call: Any) -> tuple[torch.
 STAGES = [
     Options(act=ACTS.index(act), gate=gate, direction=direction)
     for act in ("none", "silu", "softmax", "rms_norm")
-    for gate in (schema.NO_GATE, LOG, SLOPE)
+    for gate in (schema.NO_GATE, LOG, SLOPE, FACTOR)
     for direction in (schema.FORWARD, TRANSPOSE, INVERSE)
     if (act != "none" or gate) and not (act != "none" and direction == INVERSE)
 ]

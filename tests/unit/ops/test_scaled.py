@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.eight import E4M3, EVERY, LARGEST, codes, stored
 from tests.support.helpers import noise, on
 from tests.support.matrix import every_backend, every_dtype
 from tightrope import RopeSpec
 from tightrope.functional import rotate, write_kv
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 0x7E, E5M2: 0x7B}  # codes of the largest numbers
 every_format = pytest.mark.parametrize("to", LARGEST, ids=str)
 ROWS, HEADS, TOKENS, DIM = 2, 3, 5, 16
 SPEC = RopeSpec(DIM, rotary_dim=12, start=2)
@@ -25,24 +24,6 @@ K = noise(ROWS, HEADS, TOKENS, DIM, seed=1).float()
 
 
 # --- truth ----------------------------------------------------------------------------------------
-
-
-def codes(y: torch.Tensor, scale: float, to: torch.dtype) -> torch.Tensor:
-    """Encode y / scale by the code of the nearest number, of two that are as near by the even one; -1 for NaN."""
-    quotient = (y.float() / torch.tensor(scale, dtype=torch.float32)).double()
-    numbers = torch.arange(LARGEST[to] + 1, dtype=torch.uint8).view(to).double()
-    middles = (numbers[1:] + numbers[:-1]) / 2
-    low, high = (
-        torch.searchsorted(middles, quotient.abs(), right=right) for right in (False, True)
-    )
-    found = torch.where(low % 2 == 0, low, high) + 0x80 * quotient.signbit()
-    return torch.where(quotient.isnan(), -1, found)
-
-
-def stored(x: torch.Tensor) -> torch.Tensor:
-    """Return the codes of a float8 tensor; -1 for NaN."""
-    found = x.contiguous().view(torch.uint8).long()
-    return torch.where(x.float().isnan(), -1, found)
 
 
 def test_the_encoder_knows_every_code() -> None:
@@ -58,8 +39,6 @@ def test_the_encoder_knows_every_code() -> None:
 
 
 # --- numbers --------------------------------------------------------------------------------------
-
-EVERY = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
 @every_format
@@ -99,6 +78,26 @@ def test_where_it_rounds(dtype: torch.dtype, to: torch.dtype, backend: str | Non
         assert not torch.equal(found["once"], found["wide"])
 
 
+@every_backend
+@pytest.mark.parametrize("layout", ["bhsd", "thd"])
+def test_each_head_has_its_scale(layout: str, backend: str | None) -> None:
+    """Keys and values have other numbers of heads, and scales of their own; a tensor of one element is for all."""
+    k, v = (noise(ROWS, n, TOKENS, d, seed=n).bfloat16() for n, d in ((HEADS, DIM), (1, 7)))
+    if layout == "thd":
+        k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
+    of_keys, of_values = torch.tensor([0.1, 1.0, 7.0]), torch.tensor([0.3])
+    outs = tuple(torch.empty(x.shape, dtype=E4M3) for x in (k, v))
+    options: dict[str, Any] = {"layout": layout, "cache_scale": (of_keys.double(), of_values)}
+    on(backend, write_kv, None, k, v, SPEC, cache=outs, **options)
+    wide = on(backend, rotate, k.float(), SPEC, layout=layout)
+    own = of_keys.view((1, 3, 1, 1) if layout == "bhsd" else (1, 3, 1))
+    assert torch.equal(stored(outs[0]), codes(wide, own, E4M3))
+    assert torch.equal(stored(outs[1]), codes(v, of_values, E4M3))
+    for scale, text in ((of_keys[:2], "3, one for each head of the keys"), (of_keys, "1, one for")):
+        with pytest.raises(ValueError, match=rf"cache_scale must have one element or {text}"):
+            write_kv(None, k, v, SPEC, cache=outs, layout=layout, cache_scale=scale)
+
+
 # --- destinations ---------------------------------------------------------------------------------
 
 SLOTS = torch.tensor([[7, 2, -1, 0, 11], [5, 4, 3, 9, -1]])
@@ -129,3 +128,11 @@ def test_nothing_is_written_by_a_refused_call() -> None:
             write_kv(q, K, None, SPEC, cache=(cache, None), slots=slots, out=q, cache_scale=1.0)
     assert torch.equal(q, K)
     assert not bool(stored(cache).any())
+    # In the memory of k, of which each element has two bytes; the second half begins where k of 8 bits would end.
+    k = torch.zeros(1, 1, 2, 2 * DIM).bfloat16()
+    for inside in (
+        k.view(E4M3)[..., : 2 * DIM],
+        k.view(E4M3).flatten()[2 * k.numel() - 64 :].view_as(k),
+    ):
+        with pytest.raises(ValueError, match="must not overlap"):
+            write_kv(None, k, None, RopeSpec(2 * DIM), cache=(inside, None), cache_scale=1.0)

@@ -99,7 +99,7 @@ MOST_ACROSS = 65535
 
 
 def blocks_of(
-    element: int, heavy: bool, back: bool, long: bool, whole: bool, all_whole: bool
+    element: int, heavy: bool, back: bool, more: bool, whole: bool, all_whole: bool
 ) -> Blocks:
     """Return the block sizes of a rotation.
 
@@ -107,7 +107,7 @@ def blocks_of(
         element: bytes per element.
         heavy: whether the call has an activation, a gate or per-head angles.
         back: whether the call is the transpose of an activation.
-        long: whether registers also hold channels of a head that do not rotate.
+        more: whether registers hold more, such as channels of a head that do not rotate.
         whole: whether q, k and the results are accessed in 16-byte units.
         all_whole: whether all other tensors are accessed in 16-byte units.
 
@@ -120,7 +120,7 @@ def blocks_of(
         return APART[element]
     found = (BACK if back else HEAVY if heavy else PLAIN)[element]
     # Calls that break one of these conditions need more registers: the compiler chooses how many.
-    return found if whole and all_whole and not long else found._replace(registers=0)
+    return found if whole and all_whole and not more else found._replace(registers=0)
 
 
 def power_of_two(n: int) -> int:

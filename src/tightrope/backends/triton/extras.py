@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...ops.call import Extras
-from ...ops.schema import LOG, SLOPE, Options
+from ...ops.schema import SLOPE, Options
 from .arguments import require, views_of
 from .groups import Steps
 from .views import View, broadcast_strides, steps_of, vector_of
@@ -80,7 +80,7 @@ def _gates(
     )
     every: list[tuple[int, ...]] = []
     for gate, view in zip(gates, views):
-        whole = view.sizes if options.gate == LOG else (view.heads, view.channels)
+        whole = (view.heads, view.channels) if options.gate == SLOPE else view.sizes
         require(
             gate.dim() == len(whole)
             and all(size in (1, full) for size, full in zip(gate.shape, whole))
@@ -88,7 +88,7 @@ def _gates(
             "gates must be [rows|1, heads|1, tokens|1, channels|1], slopes [heads|1, channels|1]",
         )
         steps = broadcast_strides(gate)
-        every.append(steps if options.gate == LOG else (0, steps[0], 0, steps[1]))
+        every.append((0, steps[0], 0, steps[1]) if options.gate == SLOPE else steps)
     return _read(gates, every)
 
 

@@ -88,6 +88,7 @@ class OperandSteps(NamedTuple):
         norm: 1 if each head has its own norm weights, 0 if they share them.
         gate: strides of the logarithms or slopes.
         input: strides of the forward call's x.
+        scale: 1 if each head has its own scale of a cache in 8 bits, 0 if they share it.
     """
 
     heads: Any
@@ -97,6 +98,7 @@ class OperandSteps(NamedTuple):
     gate: Any = None
     input: Any = None
     slots: Any = None
+    scale: Any = None
 
 
 class Carried(NamedTuple):
@@ -109,12 +111,14 @@ class Carried(NamedTuple):
 
 
 class Carries(NamedTuple):
-    """Tensors of q and of k; the first tile if a call needs several launches; the slots that the last result goes to."""
+    """Tensors of q and of k; the first tile if a call needs several launches; for the last result the slots that it
+    goes to, and in 8 bits its scale."""
 
     q: Any = Carried()
     k: Any = Carried()
     first_tile: Any = None
     slots: Any = None
+    scale: Any = None
 
 
 class Extent(NamedTuple):
@@ -219,9 +223,10 @@ class Kind(NamedTuple):
         TOGETHER: number of heads that are loaded at a time.
         FEW: whether a program rotates only so many heads of one token, of q or of k.
         ONE_SUM: whether heads share one sum for the gradient of the norm weights.
-        BITS: whether to round to bfloat16 with integer operations.
+        BITS: whether to round to bfloat16, and to 8 bits, with integer operations.
         ROUNDING: index into ROUNDINGS of tightrope._rounding.
         NARROW: whether cosines and sines from phase words round to the dtype of x first.
+        EIGHT: the code of the format of results with a scale; 0 if there are none.
     """
 
     ACT: Any
@@ -234,6 +239,7 @@ class Kind(NamedTuple):
     BITS: Any
     ROUNDING: Any
     NARROW: Any
+    EIGHT: Any
 
 
 #: Groups that Triton takes as one constant each; it unpacks the others.
@@ -279,13 +285,14 @@ class Turn(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The tensors of q or of k, their strides, and the slots."""
+    """The tensors of q or of k, their strides, the slots and the scale."""
 
     x: Any
     out: Any
     carried: Any
     steps: Any
     slots: Any
+    scale: Any
 
 
 class Common(NamedTuple):
@@ -315,10 +322,12 @@ class Places(NamedTuple):
     Attributes:
         out: an offset per token, [tokens, 1].
         norm: one offset for all tokens.
+        scale: what the result of the head is divided by, in 8 bits.
     """
 
     out: Any
     norm: Any
+    scale: Any
 
 
 class Gate(NamedTuple):

@@ -31,6 +31,7 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
+    torch.uint8: "*u8",
 }
 
 # Compiled kernels by everything that they are specialised on; one entry per compilation.
@@ -39,6 +40,19 @@ compiled: dict[tuple[Any, ...], Any] = {}
 
 #: Whether Triton's interpreter runs the kernels, on tensors of any device.
 INTERPRETED = not hasattr(kernels.rotate.rotate, "cache_key")
+
+
+def rounds_by_bits() -> bool:
+    """Return whether the current device, or the interpreter, cannot round to float8 as torch does.
+
+    NVIDIA's GPUs can from sm_89 on. AMD's round to other formats, or by many instructions.
+    """
+    if INTERPRETED:
+        return True
+    import triton
+
+    target = triton.runtime.driver.active.get_current_target()
+    return not (target.backend == "cuda" and target.arch >= 89)
 
 
 def signature_of(kernel: Any, values: Values) -> tuple[Any, ...]:

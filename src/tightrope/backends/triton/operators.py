@@ -14,6 +14,7 @@ from .. import reference as definition
 from . import phases
 from .arguments import require
 from .rotation import GIVEN, IN_PLACE, NEW, run
+from .slots import eight_of
 from .sums import angle_sums, gate_sums
 
 #: Unpacking options takes as long as launching a kernel.
@@ -74,17 +75,22 @@ def rotate_slots_extras(
     out_q: torch.Tensor,
     out_k: torch.Tensor | None,
     out_values: torch.Tensor | None,
-    index: torch.Tensor,
+    index: torch.Tensor | None,
     *arguments: Any,
 ) -> None:
     """Implement ``rotate_slots.extras`` of the schema."""
     scale, values_scale, *given = arguments
     require((k is None) == (out_k is None), "one out for each of q and k")
     require((values is None) == (out_values is None), "values must come with their cache")
-    require(scale is None and values_scale is None, "scales are not supported yet")
+    require(scale is not None or values_scale is None, "keys must have a scale if values have one")
+    require(scale is not None or index is not None, "slots must be given without a scale")
     require(_options_of(given[4]).direction != TRANSPOSE, "slots have no gradient")
-    slots = Slots(index, values, out_values)
-    if run(q, k, present(out_q, out_k), GIVEN, given, slots) is None:
+    outs, eight, cache = present(out_q, out_k), None, out_values
+    if scale is not None:
+        eight = eight_of(outs[-1], out_values, (scale, values_scale))
+        outs[-1] = outs[-1].view(torch.uint8)
+        cache = None if out_values is None else out_values.view(torch.uint8)
+    if run(q, k, outs, GIVEN, given, Slots(index, values, cache), eight) is None:
         more = out_q, out_k, out_values, index, *arguments
         _define("rotate_slots_extras", q, k, values, *more)
 

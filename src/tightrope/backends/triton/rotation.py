@@ -25,9 +25,9 @@ from . import blocks as shapes, kernels
 from .arguments import Source, amplitudes_of, head_of, require, source_of, unit_of, views_of
 from .extras import Read, read
 from .groups import Carried, Carries, Extent, Kind, OperandSteps
-from .launch import INTERPRETED, flat, handle_of, launcher
-from .slots import copy_values, entries_of, steps_of_slots, view_of_cache
-from .views import ACCESS, address, starts_aligned, view_of
+from .launch import INTERPRETED, flat, handle_of, launcher, rounds_by_bits
+from .slots import Eight, copy_values, entries_of, scale_step, steps_of_slots, view_of_cache
+from .views import ACCESS, NEAR, address, starts_aligned, view_of
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -81,6 +81,7 @@ def run(
     whose: int,
     given: Sequence[Any],
     slots: Slots | None = None,
+    eight: Eight | None = None,
 ) -> list[torch.Tensor] | None:
     """Rotate q and k into `outs`.
 
@@ -88,6 +89,7 @@ def run(
         whose: the memory of `outs`: NEW, IN_PLACE or GIVEN.
         given: the arguments that follow q and k in the schema.
         slots: where the last result goes, if its `out` is a cache, and values that go there too.
+        eight: the scales of caches in 8 bits, which may come without an index of slots.
 
     Returns:
         The gradients of the norm weights, empty if the call computes none; None if the definition
@@ -96,24 +98,25 @@ def run(
     index = q.get_device()
     if index >= 0 and torch.accelerator.current_device_index() != index:
         with torch.accelerator.device_index(index):
-            return run(q, k, outs, whose, given, slots)
+            return run(q, k, outs, whose, given, slots, eight)
     primary, secondary, positions, offset, options, amplitude, *more = given
     extras, eps = Arguments(*given)[6:] if more else ((), 0.0)
     if whose != NEW and any(is_written(t, outs) for t in extras):
         extras = [t.clone() if is_written(t, outs) else t for t in extras]
         given = Arguments(*given)._replace(extras=extras)
-    q_at = where = q.data_ptr() or address(q)
+    # A call of `address` takes as long as all the rest for a tensor.
+    q_at = where = at if (at := q.data_ptr()) > NEAR else address(q)
     k_at = key_of_k = ids_at = key_of_ids = None
     if k is not None:
-        k_at = k.data_ptr() or address(k)
+        k_at = at if (at := k.data_ptr()) > NEAR else address(k)
         where |= k_at
         key_of_k = (k.shape, k.stride(), k.dtype, k.get_device())
     if whose == GIVEN:
         for out in outs:
             where |= address(out)
-    words_at = primary.data_ptr() or address(primary)
+    words_at = at if (at := primary.data_ptr()) > NEAR else address(primary)
     if positions is not None:
-        ids_at = positions.data_ptr() or address(positions)
+        ids_at = at if (at := positions.data_ptr()) > NEAR else address(positions)
         key_of_ids = (positions.shape, positions.stride(), positions.dtype, positions.get_device())
     key = (
         options,
@@ -136,13 +139,15 @@ def run(
         tuple(map(_key, extras)) if extras else (),
         tuple(map(_key, outs)) if whose == GIVEN else None,
         None if slots is None else tuple(None if x is None else _key(x) for x in slots),
+        None if eight is None else (eight.format, _key(eight.keys)),
     )
     try:
         plan = _plans[key]
     except KeyError:
         if len(_plans) >= _MOST:
             _plans.clear()
-        plan = _plans[key] = _plan(q, k, outs, whose, where % ACCESS == 0, Arguments(*given), slots)
+        aligned = where % ACCESS == 0
+        plan = _plans[key] = _plan(q, k, outs, whose, aligned, Arguments(*given), slots, eight)
     if plan is None:
         return None
     if whose != NEW and (plan.launches or slots is not None):
@@ -158,9 +163,9 @@ def run(
                 plan.apart.add(gaps)
     if slots is not None and slots.values is not None and slots.cache is not None:
         code = options_of(options).layout
-        copy_values(slots.values, slots.cache, slots.slot, outs[-1], code)
+        copy_values(slots.values, slots.cache, slots.slot, outs[-1], code, eight)
     if plan.options is not None:
-        return _run_extras(plan, plan.options, q, k, outs, Arguments(*given), slots)
+        return _run_extras(plan, plan.options, q, k, outs, Arguments(*given), slots, eight)
     if not plan.launches:
         return []
     if INTERPRETED:
@@ -170,7 +175,8 @@ def run(
         tensors = (q_at, k_at, *ats, words_at, handle_of(secondary), ids_at)
     carries = _CARRIES_NOTHING
     if slots is not None:
-        carries = flat([Carries(slots=handle_of(slots.slot))])
+        scale = None if eight is None else handle_of(eight.keys)
+        carries = flat([Carries(slots=handle_of(slots.slot), scale=scale)])
     plan.launches[0].run(*tensors, offset, *carries, *plan.fixed)
     return []
 
@@ -186,6 +192,7 @@ def _run_extras(
     outs: Sequence[torch.Tensor],
     given: Arguments,
     slots: Slots | None,
+    eight: Eight | None,
 ) -> list[torch.Tensor]:
     """Run a call with an activation or a gate; return the gradients of its norm weights."""
     primary, secondary, positions, offset, *_ = given
@@ -204,7 +211,8 @@ def _run_extras(
     carried = [Carried(*[handle_of(x[i]) if x else None for x in every]) for i in range(count)]
     if not plan.partials:
         index = None if slots is None else handle_of(slots.slot)
-        plan.launches[0].run(*tensors, *_carries(carried, None, index), *plan.fixed)
+        scale = None if eight is None else handle_of(eight.keys)
+        plan.launches[0].run(*tensors, *_carries(carried, None, index, scale), *plan.fixed)
         return []
     # Add up the sums of the tiles, in order, in float64.
     totals: list[Any] = [0] * len(partials)
@@ -218,10 +226,12 @@ def _run_extras(
     ]
 
 
-def _carries(carried: Sequence[Carried], first: int | None, slots: Any = None) -> tuple[Any, ...]:
+def _carries(
+    carried: Sequence[Carried], first: int | None, slots: Any = None, scale: Any = None
+) -> tuple[Any, ...]:
     """Return ``flat([Carries(...)])``, but faster."""
     q, k = (*carried, Carried())[:2]
-    return (Carries(q, k, first, slots),) if INTERPRETED else (*q, *k, first, slots)
+    return (Carries(q, k, first, slots, scale),) if INTERPRETED else (*q, *k, first, slots, scale)
 
 
 def _summed(options: Options, parts: Extras) -> Sequence[torch.Tensor]:
@@ -251,13 +261,20 @@ def _plan(
     aligned: bool,
     given: Arguments,
     slots: Slots | None = None,
+    eight: Eight | None = None,
 ) -> _Plan | None:
     primary, secondary, positions, _, packed, amplitude, extras, eps = given
     options = options_of(packed)
     xs = [q] if k is None else [q, k]
     parts = extras_of(options, extras)
     wide = q.dtype == torch.float64
-    layout, own = BY_CODE[options.layout], len(outs) - (slots is not None)
+    require(options.layout < len(BY_CODE), "the layout must be known")
+    # Caches in 8 bits may come without an index: then each result goes to its own place.
+    placed = slots is not None and slots.slot is not None
+    layout, own = BY_CODE[options.layout], len(outs) - placed
+    kinds = [q.dtype] * len(outs)
+    if eight is not None:
+        kinds[-1] = torch.uint8
     of_slots = None
     if slots is not None and whose == IN_PLACE:
         cache = view_of_cache(q, layout)
@@ -268,20 +285,26 @@ def _plan(
     out_views = views if whose == IN_PLACE else [view_of(out, layout) for out in outs[:own]]
     require(
         [view.sizes for view in out_views] == [view.sizes for view in views[: len(out_views)]]
-        and all(out.dtype == q.dtype and out.device == q.device for out in outs),
+        and all(out.dtype == kind and out.device == q.device for out, kind in zip(outs, kinds)),
         "outs must have the shapes, dtype and device of q and k",
     )
-    if slots is not None and whose == GIVEN:
+    if slots is not None and placed and whose == GIVEN:
         out_views.append(view_of_cache(outs[-1], layout))
         of_slots = steps_of_slots(slots.slot, views[-1], out_views[-1], q.device)
         require(
-            slots.values is None or slots.values.dtype == q.dtype,
+            slots.values is None or eight is not None or slots.values.dtype == q.dtype,
             "values must have the dtype of the keys",
         )
     source = source_of(primary, secondary, positions, options, views, q.device)
     rows, _, tokens, head_dim = views[0].sizes
     block = shapes.power_of_two(source.pairs)
     if wide and options.act != NONE:
+        return None
+    if (
+        slots is not None
+        and slots.values is not None
+        and view_of(slots.values, layout).heads > shapes.MOST_ACROSS
+    ):
         return None
     if source.pairs == 0 or max(2 * block, head_dim) > shapes.WIDEST:
         return None
@@ -310,7 +333,9 @@ def _plan(
     step = 2 * source.pairs if options.interleaved else source.pairs
     whole = unit > 1 and options.start % unit == 0 and step % unit == 0
     back = options.act != NONE and options.direction == TRANSPOSE
-    blocks = shapes.blocks_of(element, heavy, back, held > 0, whole, _all_whole(source, reads))
+    # The backward pass of a norm over more pairs would spill.
+    more = held > 0 or (back and options.act == RMS_NORM and head.BLOCK_P > 64)
+    blocks = shapes.blocks_of(element, heavy, back, more, whole, _all_whole(source, reads))
     # The kernel loads at most two heads at a time, and only one if a head needs more registers.
     together = 1 if held or heavy else min(blocks.together, heads, 2)
     summed = _summed(options, parts)
@@ -333,9 +358,10 @@ def _plan(
         TOGETHER=together,
         FEW=few,
         ONE_SUM=one_sum,
-        BITS=INTERPRETED,
+        BITS=INTERPRETED or (eight is not None and rounds_by_bits()),
         ROUNDING=options.rounding,
         NARROW=options.narrow,
+        EIGHT=0 if eight is None else eight.format,
     )
     known = {"x": unit, "out": unit, "cos": source.vector, "sin": source.vector}
     known |= {"gate": reads.gate_vector, "input": reads.input_vector, "partial": ACCESS}
@@ -361,20 +387,26 @@ def _plan(
         "KIND": kind,
     }
     for i, (name, x, view, out_view) in enumerate(zip("qk", xs, views, out_views)):
-        values |= {name: x.dtype, f"out_{name}": x.dtype}
+        values |= {name: x.dtype, f"out_{name}": kinds[i]}
         values[f"{name}_steps"] = OperandSteps(
             view.heads, view.steps, out_view.steps, **reads.steps(i)
         )
         if i + 1 == len(xs):
-            values[f"{name}_steps"] = values[f"{name}_steps"]._replace(slots=of_slots)
+            step = None if eight is None else scale_step(eight.keys, view.heads, q.device)
+            last = values[f"{name}_steps"]._replace(slots=of_slots, scale=step)
+            values[f"{name}_steps"] = last
         types = [x[i].dtype if x else None for x in (parts.weights, parts.gates, parts.inputs)]
         carried[name] = Carried(*types)._replace(partial=torch.float32 if summed else None)
         if summed:
             each = view.heads if own_sums else parts_of_heads
             partials.append((at_once, each, head_dim))
     kernel = kernels.rotate.rotate
-    index = None if slots is None else slots.slot.dtype
-    values["carries"] = Carries(**carried, first_tile=0 if at_once < tiles else None, slots=index)
+    values["carries"] = Carries(
+        **carried,
+        first_tile=0 if at_once < tiles else None,
+        slots=slots.slot.dtype if slots is not None and placed else None,
+        scale=None if eight is None else torch.float32,
+    )
     arguments_ = [values.get(name) for name in kernel.arg_names]
     launches = []
     for first in range(0, tiles, at_once):

@@ -73,10 +73,14 @@ def is_aligned(views: Iterable[View], element: int) -> bool:
     )
 
 
+#: No tensor of a freed storage, which begins at address 0, lies further behind it.
+NEAR = 1 << 40
+
+
 def address(x: torch.Tensor) -> int:
     """Return the address of a tensor, 0 on the meta device; refuse one whose storage was freed."""
     at = x.data_ptr()
-    if at == 0 and x.numel() and not x.is_meta:
+    if at < NEAR and at == x.storage_offset() * x.element_size() and x.numel() and not x.is_meta:
         raise RuntimeError(
             "tightrope: tensors must have their memory, but the storage of one is empty (freed by a "
             "wrapper of the model?)"

@@ -7,6 +7,7 @@ during its own import.
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 from transformers.utils import import_utils

@@ -1,4 +1,4 @@
-"""The factors of P, all positive, by the gate codes of tightrope.ops.schema."""
+"""The factors of P, by the gate codes of tightrope.ops.schema."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import triton.language as tl
 
 from . import elementary as of
 from .angles import HALF_RANGE, position_of
+from .heads import widen
 
 LOG = tl.constexpr(1)
 SLOPE = tl.constexpr(2)
+FACTOR = tl.constexpr(3)
 
 
 @triton.jit
@@ -37,29 +39,35 @@ def place_of(positions, tile, POSITIONS: tl.constexpr, WIDE: tl.constexpr):
 def factor(
     gate,
     FIRST: tl.constexpr,
-    STEP: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """P, or 1 / P for an inverse call, of channels FIRST, FIRST + STEP, …: [tokens, BLOCK].
+    """P, or 1 / P for an inverse call, of channels [FIRST, FIRST + SIZE), padded: [tokens, BLOCK].
 
     Args:
-        gate: a Gate whose offset is [tokens, 1] for logarithms and a scalar for slopes.
+        gate: a Gate whose offset is a scalar for slopes, and else [tokens, 1].
     """
     index = tl.arange(0, BLOCK)[None, :]
     there = index < SIZE
-    index = FIRST + index * STEP
+    index = FIRST + index
     if gate.channel is not None:
         index = index * gate.channel
     if SIZE != BLOCK:
         value = tl.load(gate.of + (gate.at + index), mask=there, other=0.0)
     else:
         value = tl.load(gate.of + (gate.at + index))
-    if KIND.DIRECTION == 2:
+    if KIND.DIRECTION == 2 and KIND.GATE != FACTOR:
         value = -value
-    if WIDE:
+    if KIND.GATE == FACTOR:
+        y = widen(value, WIDE)
+        if KIND.DIRECTION == 2:
+            if WIDE:
+                y = 1.0 / y
+            else:
+                y = tl.div_rn(tl.full(y.shape, 1.0, tl.float32), y)
+    elif WIDE:
         value = value.to(tl.float64)
         if KIND.GATE == SLOPE:
             value = value * gate.high + value * gate.low

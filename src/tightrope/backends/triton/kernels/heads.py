@@ -42,6 +42,40 @@ def narrow(x, dtype: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def encoded(x, scale, FORMAT: tl.constexpr, BITS: tl.constexpr):
+    """Divide by a scale, limit to the range of a format of 8 bits, and round to nearest even, as bytes.
+
+    Args:
+        FORMAT: 1 for float8_e4m3fn, 2 for float8_e5m2.
+        BITS: whether to round with integer operations, for targets that cannot convert.
+    """
+    FRACTION: tl.constexpr = 3 if FORMAT == 1 else 2
+    BIAS: tl.constexpr = 7 if FORMAT == 1 else 15
+    MOST: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0
+    NORMAL: tl.constexpr = 0.015625 if FORMAT == 1 else 0.00006103515625
+    # 2^23 of the least number: adding them rounds to multiples of it.
+    UNITS: tl.constexpr = 16384.0 if FORMAT == 1 else 128.0
+    y = tl.div_rn(x.to(tl.float32), tl.full(x.shape, 1.0, tl.float32) * scale)
+    if BITS:
+        y = tl.where(y > MOST, MOST, tl.where(y < -MOST, -MOST, y))
+        bits = y.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        DROPPED: tl.constexpr = 23 - FRACTION
+        half = (1 << (DROPPED - 1)) - 1 + ((size >> DROPPED) & 1)
+        code = ((size + half) >> DROPPED) - ((127 - BIAS) << FRACTION)
+        few = (tl.abs(y) + UNITS).to(tl.int32, bitcast=True) & 0xFF
+        code = tl.where(tl.abs(y) < NORMAL, few, code)
+        code = tl.where(y != y, 0x7F, code | ((bits >> 24) & 0x80))
+        found = code.to(tl.uint8)
+    elif FORMAT == 1:
+        # The only instructions for this limit the result: cvt.rn.satfinite.
+        found = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        found = y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return found
+
+
+@triton.jit
 def load_segment(
     x,
     at,

@@ -18,7 +18,7 @@ from .acts import RMS_NORM, SOFTMAX, act, add_up, highest, slope
 from .angles import from_tables, from_words
 from .elementary import exp
 from .gates import SLOPE, factor, place_of
-from .heads import load_pairs, load_segment, rounded, store_pairs, store_segment, turn
+from .heads import encoded, load_pairs, load_segment, rounded, store_pairs, store_segment, turn
 from .slots import slot_of, tile_of
 
 
@@ -129,16 +129,29 @@ def gate_head(tiles, gate, HEAD: tl.constexpr, KIND: tl.constexpr):
     PAIRS: tl.constexpr = HEAD.PAIRS
     BLOCK: tl.constexpr = HEAD.BLOCK_P
     WIDE: tl.constexpr = HEAD.WIDE
-    STEP: tl.constexpr = 2 if HEAD.INTERLEAVED else 1
-    OTHER: tl.constexpr = START + (1 if HEAD.INTERLEAVED else PAIRS)
     END: tl.constexpr = START + 2 * PAIRS
-    u = u * factor(gate, START, STEP, PAIRS, BLOCK, KIND, WIDE)
-    v = v * factor(gate, OTHER, STEP, PAIRS, BLOCK, KIND, WIDE)
+    if HEAD.INTERLEAVED:
+        # Like x: an address for each channel would spill.
+        both = factor(gate, START, 2 * PAIRS, 2 * BLOCK, KIND, WIDE)
+        pu, pv = tl.split(tl.reshape(both, (both.shape[0], BLOCK, 2)))
+    else:
+        pu = factor(gate, START, PAIRS, BLOCK, KIND, WIDE)
+        pv = factor(gate, START + PAIRS, PAIRS, BLOCK, KIND, WIDE)
+    u = u * pu
+    v = v * pv
     if START > 0:
-        front = front * factor(gate, 0, 1, START, HEAD.BLOCK_F, KIND, WIDE)
+        front = front * factor(gate, 0, START, HEAD.BLOCK_F, KIND, WIDE)
     if END < HEAD.DIM:
-        back = back * factor(gate, END, 1, HEAD.DIM - END, HEAD.BLOCK_B, KIND, WIDE)
+        back = back * factor(gate, END, HEAD.DIM - END, HEAD.BLOCK_B, KIND, WIDE)
     return u, v, front, back
+
+
+@triton.jit
+def in_8_bits(x, scale, dtype: tl.constexpr, KIND: tl.constexpr):
+    """Encode results; unless they round once, they round to the dtype of the rotated tensor first."""
+    if KIND.ROUNDING != 0:
+        x = rounded(x, dtype, KIND.BITS)
+    return encoded(x, scale, KIND.EIGHT, KIND.BITS)
 
 
 @triton.jit
@@ -187,6 +200,15 @@ def finish_head(
     elif ACT != 0:
         u, v, front, back = inputs
         tiles = times(tiles, (slope(u, ACT), slope(v, ACT), slope(front, ACT), slope(back, ACT)))
+    if operand.scale is not None:
+        u, v, front, back = tiles
+        dtype: tl.constexpr = operand.x.dtype.element_ty
+        tiles = (
+            in_8_bits(u, places.scale, dtype, KIND),
+            in_8_bits(v, places.scale, dtype, KIND),
+            in_8_bits(front, places.scale, dtype, KIND),
+            in_8_bits(back, places.scale, dtype, KIND),
+        )
     channel = operand.steps.out.channel
     store_head(operand.out, places.out, inside, channel, tiles, HEAD, KIND.REST, KIND.BITS)
     return by_weight
@@ -250,6 +272,11 @@ def _turn_some(
         # row * 0 makes the condition a tile: the interpreter would turn the result of a tile and a
         # scalar bool into integers.
         both = (inside & (common.tile.row * 0 + (last - head) > 1))[:, None]
+    scale = 0.0
+    scale2 = 0.0
+    if operand.scale is not None:
+        scale = tl.load(operand.scale + head * steps.scale)
+        scale2 = tl.load(operand.scale + tl.minimum(head + 1, last - 1) * steps.scale)
     by = common.by
     if ANGLES.HEADS or KIND.FEW:
         # After the loads, which then do not wait for them.
@@ -261,14 +288,14 @@ def _turn_some(
     norm_at = 0
     if KIND.ACT == RMS_NORM:
         norm_at = head * steps.norm * HEAD.DIM
-    places = Places(out_at + head * steps.out.head, norm_at)
+    places = Places(out_at + head * steps.out.head, norm_at, scale)
     gate = Gate(operand.carried.gate, gate_at, gate_channel, common.high, common.low)
     sums = finish_head(
         tiles, inputs, by, operand, places, gate, inside[:, None], common.eps, HEAD, KIND
     )
     if KIND.TOGETHER == 2:
         # TOGETHER is 2 only without activation and gate, so the norm and the input are not used.
-        places2 = Places(out_at + (head + 1) * steps.out.head, 0)
+        places2 = Places(out_at + (head + 1) * steps.out.head, 0, scale2)
         finish_head(tiles2, inputs, by, operand, places2, gate, both, common.eps, HEAD, KIND)
     return sums
 
@@ -409,11 +436,11 @@ def rotate(
     common = Common(tile, angles, by, high, low, eps, own, sum_at)
     count = extent.chunk
     if k is None:
-        of_q = Operand(q, out_q, carries.q, q_steps, carries.slots)
+        of_q = Operand(q, out_q, carries.q, q_steps, carries.slots, carries.scale)
         _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
     else:
-        of_q = Operand(q, out_q, carries.q, q_steps, None)
-        of_k = Operand(k, out_k, carries.k, k_steps, carries.slots)
+        of_q = Operand(q, out_q, carries.q, q_steps, None, None)
+        of_k = Operand(k, out_k, carries.k, k_steps, carries.slots, carries.scale)
         if not KIND.FEW:
             _turn_heads(first, count, of_q, common, HEAD, ANGLES, KIND)
             _turn_heads(first, count, of_k, common, HEAD, ANGLES, KIND)

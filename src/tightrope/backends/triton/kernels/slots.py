@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..groups import Tile
+from .heads import encoded
 
 
 @triton.jit
@@ -47,19 +48,29 @@ def copy_values(
     values,
     cache,
     slots,
+    scale,
     extent,
     steps,
     WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    EIGHT: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """Copy the values of a tile of tokens to their entries, for one head and up to BLOCK_W channels.
 
     Args:
+        slots: None if each token goes to its own place.
+        scale: what values are divided by, in 8 bits; or None.
         steps: OperandSteps.
+        EIGHT, BITS: see Kind.
     """
     tile = tile_of(tl.program_id(0).to(tl.int64) * BLOCK_T, extent, BLOCK_T)
-    block, entry, inside = slot_of(slots, steps.slots, tile)
+    block = tile.row
+    entry = tile.token
+    inside = tile.inside
+    if slots is not None:
+        block, entry, inside = slot_of(slots, steps.slots, tile)
     head = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
     at = tile.row * steps.x.row + tile.token * steps.x.token + head * steps.x.head
@@ -71,5 +82,7 @@ def copy_values(
         from_channel = channel * steps.x.channel
     if steps.out.channel is not None:
         to_channel = channel * steps.out.channel
-    value = tl.load(values + (at[:, None] + from_channel), mask=here)
+    value = tl.load(values + (at[:, None] + from_channel), mask=here, other=0.0)
+    if scale is not None:
+        value = encoded(value, tl.load(scale + head * steps.scale), EIGHT, BITS)
     tl.store(cache + (to[:, None] + to_channel), value, mask=here)
