@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,19 @@ def test_positions_of_packed_samples_are_checked(monkeypatch: pytest.MonkeyPatch
 def test_padded_prompts_go_on_as_alone(capsys: pytest.CaptureFixture[str]) -> None:
     decode_padded.main(["--steps", "6"])
     assert capsys.readouterr().out.count("->") == 3
+
+
+def test_padded_prompts_that_go_on_from_the_number_of_tokens_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def counted(types: torch.Tensor, **more: Any) -> MRope:
+        where, _ = mrope_batch(types, **more)
+        mask = more.get("attention_mask", torch.ones_like(types))
+        return MRope(where, mask.sum(-1))
+
+    monkeypatch.setattr(decode_padded.positions, "mrope_batch", counted)
+    with pytest.raises(AssertionError):
+        decode_padded.main(["--steps", "12"])
 
 
 def test_rotated_keys_of_padded_prompts_have_the_bits_of_each_alone() -> None:
