@@ -15,7 +15,7 @@ import train_bytes
 from benchmarks import state_tracking as picture
 from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope import rotate
-from tightrope.positions import MRope, mrope_batch
+from tightrope.positions import MRope, Report, mrope_batch, packed, text
 from train_bytes import ByteTransformer, Size
 
 
@@ -92,6 +92,18 @@ def test_positions_of_packed_samples_are_checked(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pack_images.positions, "mrope_batch", numbered_through)
     with pytest.raises(AssertionError, match="numbered-through"):
         pack_images.pack(pack_images.samples(0))
+
+
+def test_packed_images_that_are_numbered_like_text_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def like_text(types: torch.Tensor, *, cu_seqlens: torch.Tensor, **_: Any) -> MRope:
+        return MRope(text(packed(cu_seqlens), axes=3), cu_seqlens.diff())
+
+    monkeypatch.setattr(pack_images.positions, "mrope_batch", like_text)
+    monkeypatch.setattr(pack_images.positions, "check", lambda *_, **__: Report((), ()))
+    with pytest.raises(AssertionError):
+        pack_images.main(["--steps", "0"])
 
 
 def test_padded_prompts_go_on_as_alone(capsys: pytest.CaptureFixture[str]) -> None:
