@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.support.command import python
 from tests.support.helpers import ROOT
 from tests.support.tolerances import assert_each, assert_same_bits
 from tightrope import rotate
-from tightrope.positions import MRope, mrope_batch
+from tightrope.positions import MRope, Report, mrope_batch, packed, text
 from train_bytes import ByteTransformer, Size
 
 
@@ -96,9 +97,34 @@ def test_positions_of_packed_samples_are_checked(monkeypatch: pytest.MonkeyPatch
         pack_images.pack(pack_images.samples(0))
 
 
+def test_packed_images_that_are_numbered_like_text_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def like_text(types: torch.Tensor, *, cu_seqlens: torch.Tensor, **_: Any) -> MRope:
+        return MRope(text(packed(cu_seqlens), axes=3), cu_seqlens.diff())
+
+    monkeypatch.setattr(pack_images.positions, "mrope_batch", like_text)
+    monkeypatch.setattr(pack_images.positions, "check", lambda *_, **__: Report((), ()))
+    with pytest.raises(AssertionError):
+        pack_images.main(["--steps", "0"])
+
+
 def test_padded_prompts_go_on_as_alone(capsys: pytest.CaptureFixture[str]) -> None:
     decode_padded.main(["--steps", "6"])
     assert capsys.readouterr().out.count("->") == 3
+
+
+def test_padded_prompts_that_go_on_from_the_number_of_tokens_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def counted(types: torch.Tensor, **more: Any) -> MRope:
+        where, _ = mrope_batch(types, **more)
+        mask = more.get("attention_mask", torch.ones_like(types))
+        return MRope(where, mask.sum(-1))
+
+    monkeypatch.setattr(decode_padded.positions, "mrope_batch", counted)
+    with pytest.raises(AssertionError):
+        decode_padded.main(["--steps", "12"])
 
 
 def test_rotated_keys_of_padded_prompts_have_the_bits_of_each_alone() -> None:

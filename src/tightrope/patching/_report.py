@@ -60,7 +60,8 @@ class Calls:
             are equal on all axes, as those of packed text are. Such a model rotates by them, but may not see that the
             row holds several sequences. Only ids on the CPU are looked at.
         padded: of the same calls, those whose rows share ids, though some rows begin with two equal tokens, as
-            padding on the left is, and others do not. Padded rows need ids of their own.
+            padding on the left is, and others do not. Padded rows need ids of their own. Rows that are not padded but begin
+            with a repeated token are counted too: a mask is not seen here.
     """
 
     operator: int
@@ -156,7 +157,8 @@ class Report:
                 )
             if calls.padded:
                 lines.append(
-                    f"calls of {place} in which rows share ids, but some begin with padding: {calls.padded:,}; give "
-                    "each row its own ids, such as positions.left_padded(attention_mask).ids"
+                    f"calls of {place} in which rows share ids, but some seem to begin with padding: "
+                    f"{calls.padded:,}; give padded rows ids of their own, such as "
+                    "positions.left_padded(attention_mask).ids[0] for text"
                 )
         return "\n".join(lines)

@@ -17,7 +17,7 @@ import torch
 
 from .. import positions as positions_, stacks
 from .._errors import sentence
-from .._tracing import undisturbed
+from .._tracing import is_readable, undisturbed
 from ..config import LayerSpecs
 from ..frequencies import Given
 from ..spec import RopeSpec
@@ -363,7 +363,7 @@ def _current(module: Any, made: Made) -> Made:
 
 def _restarts(ids: Any) -> bool:
     """Return whether ids on the CPU have several equal axes and restart within a row."""
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 3 or ids.device.type != "cpu":
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 3 or not is_readable(ids):
         return False
     return bool((ids == ids[:1]).all() and (ids[0, :, 1:] < ids[0, :, :-1]).any())
 
@@ -372,15 +372,18 @@ def _shared(x: Any, ids: Any) -> bool:
     """Return whether rows on the CPU share ids, although some begin with padding.
 
     A mask is not seen here. A row is padded on the left if its first two tokens are equal: those of another row are not.
+    A row of text that begins with a repeated token looks the same.
     """
     if not isinstance(x, torch.Tensor) or not isinstance(ids, torch.Tensor) or x.dim() != 3:
         return False
-    if x.device.type != "cpu" or x.shape[0] < 2 or x.shape[1] < 2 or ids.device.type != "cpu":
+    if x.shape[0] < 2 or x.shape[1] < 2 or ids.dim() not in (2, 3):
         return False
-    if ids.dim() not in (2, 3) or not bool((ids == ids[..., :1, :]).all()):
+    if not is_readable(x) or not is_readable(ids):
         return False
     equal = (x[:, 0] == x[:, 1]).all(-1)
-    return bool(equal.any()) and not bool(equal.all())
+    if not bool(equal.any()) or bool(equal.all()):
+        return False
+    return bool((ids == ids[..., :1, :]).all())
 
 
 def check_of(cls: Any, options: Any, first: str, is_checked: Callable[[type], bool]) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .._errors import bad_type, bad_value, check_local, describe, public
+from .._errors import bad_type, bad_value, check_dense, check_local, describe, public
 from .._tracing import is_readable
 from ._canonical import Positions, count, number
 from ._line import check_cu_seqlens
@@ -113,7 +114,7 @@ def mrope_batch(  # noqa: PLR0913  (what processors return)
     >>> after
     tensor([5])
     """
-    if model not in _FAMILIES:
+    if not isinstance(model, str) or model not in _FAMILIES:
         raise bad_value(f"model must be one of {', '.join(_FAMILIES)} but got {model!r}")
     videos_of = _FAMILIES[model]
     types = whole("token_types", token_types)
@@ -128,7 +129,9 @@ def mrope_batch(  # noqa: PLR0913  (what processors return)
     for row, sequences in enumerate(parts(types, attention_mask, cu_seqlens)):
         ends.append([])
         for tokens in sequences:
-            ids[:, row, tokens], end = placed(_segments(types[row, tokens], grids), next_from)
+            ids[:, row, tokens], end = placed(
+                _segments(types[row, tokens], grids), next_from, device=types.device
+            )
             ends[row].append(end)
     for name, rest in (("images", grids[1]), ("videos", grids[2])):
         if left := len(list(rest)):
@@ -137,29 +140,39 @@ def mrope_batch(  # noqa: PLR0913  (what processors return)
             )
     after = ends[0] if cu_seqlens is not None else [end[-1] if end else 0 for end in ends]
     packed = any(len(end) > 1 for end in ends)
-    return MRope(Positions(ids, add_index=False, packed=packed), torch.tensor(after))
+    return MRope(Positions(ids, add_index=False, packed=packed), types.new_tensor(after))
 
 
 def parts(
     ids: torch.Tensor, attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None
 ) -> list[list[torch.Tensor]]:
-    """Return, for each row of ``ids`` ``(rows, tokens)``, the indices of the tokens of each of its sequences."""
-    rows, total = ids.shape
+    """Return, for each row of ``ids`` ``(…, rows, tokens)``, the indices of the tokens of each of its sequences."""
+    rows, total = ids.shape[-2:]
     if cu_seqlens is not None:
         if attention_mask is not None or rows != 1:
             raise bad_value(
                 "cu_seqlens must come with a single row and without attention_mask", ids=ids
             )
         check_cu_seqlens(cu_seqlens, total)
-        return [list(torch.arange(total).split(cu_seqlens.diff().tolist()))]
+        if not is_readable(cu_seqlens):
+            raise bad_value(
+                "cu_seqlens must be on the CPU, outside of compiled code", cu_seqlens=cu_seqlens
+            )
+        return [list(torch.arange(total, device=ids.device).split(cu_seqlens.diff().tolist()))]
     if attention_mask is None:
-        return [[torch.arange(total)] for _ in range(rows)]
+        return [[torch.arange(total, device=ids.device)] for _ in range(rows)]
     mask = whole("attention_mask", attention_mask)
-    if mask.shape != ids.shape:
+    if mask.shape != ids.shape[-2:]:
         raise bad_value(
             "attention_mask must have one entry for each token", attention_mask=mask, ids=ids
         )
-    numbers = [dict.fromkeys(filter(None, row)) for row in mask.tolist()]
+    numbers = [[each for each, _ in itertools.groupby(filter(None, row))] for row in mask.tolist()]
+    for row, found in enumerate(numbers):
+        # Grids are in the order of the tokens, so sequences must be, too.
+        if len({*found}) < len(found):
+            raise bad_value(
+                f"attention_mask must give each sequence of a row its own number but has {found} in row {row}"
+            )
     return [
         [(mask[row] == each).nonzero()[:, 0] for each in found] for row, found in enumerate(numbers)
     ]
@@ -168,13 +181,14 @@ def parts(
 def whole(name: str, values: object) -> torch.Tensor:
     """Return integers or bools ``(rows, tokens)`` or ``(tokens,)`` as int64 with rows."""
     if not isinstance(values, torch.Tensor) or values.is_floating_point() or values.is_complex():
-        raise bad_type(f"{name} must be integers but got {describe(values)}")
+        raise bad_type(f"{name} must be a tensor of integers but got {describe(values)}")
+    check_dense(name, values)
     check_local(name, values)
     if values.dim() not in (1, 2):
         raise bad_value(f"{name} must have shape (rows, tokens) or (tokens,)", **{name: values})
     if not is_readable(values):
         raise bad_value(f"{name} must be on the CPU, outside of compiled code", **{name: values})
-    return values.to(torch.int64).reshape(-1, values.shape[-1])
+    return values.to(torch.int64)[(None,) * (2 - values.dim())]
 
 
 _Grid: TypeAlias = "tuple[int, int, int] | tuple[int, int, int, float]"
@@ -185,12 +199,16 @@ def _grids(name: str, sizes: Any, merge: tuple[int, int]) -> list[tuple[int, int
     if sizes is None:
         return []
     time, space = (count("merge", each) for each in merge)
-    merged = []
-    for row in sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes:
+    if not space:
+        raise bad_value("merge must be at least 1 but got 0")
+    sizes, merged = _listed(name, sizes), []
+    if not isinstance(sizes, Iterable):
+        raise bad_type(f"{name} must be a tensor (number, 3) or a sequence but got {sizes!r}")
+    for row in (_listed(name, row) for row in sizes):
         if not isinstance(row, (tuple, list)) or len(row) != 3:
             raise bad_value(f"{name} must have rows (time, height, width) but got {row!r}")
-        patches = [count(f"a size of {name}", size) for size in row]
-        if min(*patches, time, space) < 1 or any(
+        patches = [count(f"a size of {name}", _listed(name, size)) for size in row]
+        if min(patches) < 1 or any(
             size % by for size, by in zip(patches, (time, space, space), strict=True)
         ):
             raise bad_value(
@@ -199,6 +217,13 @@ def _grids(name: str, sizes: Any, merge: tuple[int, int]) -> list[tuple[int, int
             )
         merged.append((patches[0] // time, patches[1] // space, patches[2] // space))
     return merged
+
+
+def _listed(name: str, values: Any) -> Any:
+    """Return a tensor, or an array of NumPy, as lists and numbers, and anything else as it is."""
+    if isinstance(values, torch.Tensor) and not is_readable(values):
+        raise bad_value(f"{name} must be on the CPU, outside of compiled code", **{name: values})
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _videos(sizes: Any, merge: int, family: _Videos, time_step: Any) -> list[_Grid]:
@@ -212,14 +237,15 @@ def _videos(sizes: Any, merge: int, family: _Videos, time_step: Any) -> list[_Gr
         return [(1, height, width) for time, height, width in grids for _ in range(time)]
     if time_step is None:
         return list(grids)
-    given = time_step.tolist() if isinstance(time_step, torch.Tensor) else time_step
+    given = _listed("time_step", time_step)
     steps = given if isinstance(given, (tuple, list)) else [given] * len(grids)
     if len(steps) != len(grids):
         raise bad_value(
             f"time_step must be one number, or one for each of {len(grids)} videos, but got {len(steps)}"
         )
     return [
-        (*grid, float(number("time_step", step))) for grid, step in zip(grids, steps, strict=True)
+        (*grid, float(number("time_step", _listed("time_step", step))))
+        for grid, step in zip(grids, steps, strict=True)
     ]
 
 
@@ -234,7 +260,9 @@ def _segments(types: torch.Tensor, grids: dict[int, Iterator[_Grid]]) -> Iterato
         while left:
             grid = next(grids[kind], None)
             if grid is None:
-                raise bad_value(f"{name} must have a row for each but end before token_types")
+                raise bad_value(
+                    f"{name} must have a row for each one in token_types but these have more"
+                )
             cells = math.prod(grid[:3])
             if cells > left:
                 raise bad_value(

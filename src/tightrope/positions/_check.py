@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from .._errors import bad_type, bad_value, describe, public
+from .._errors import bad_type, bad_value, check_dense, describe, public
 from .._tracing import is_readable
 from ._batch import parts, whole
-from ._canonical import Positions
+from ._canonical import Positions, count
 from ._rewrite import explicit
 
 #: What can be wrong, each with a sentence. `tightrope audit` gives functions that make these faults the same codes.
 FAULTS = {
-    "position-dtype": "{dtype} holds whole numbers only up to {limit:,}, but ids reach {reach:,}.",
+    "position-dtype": "{dtype} does not hold all whole numbers above {limit:,}, and ids reach {reach:,}.",
     "attention-mask": "All ids are 0 or 1, so they may be an attention mask.",
     "axes": "{what}.",
     "row-positions": "All rows have the ids of row 0, but they begin at different tokens.",
@@ -83,7 +83,8 @@ def check(
     """Report what looks wrong about position ids of whole sequences, and where.
 
     For the test of a data collator, not for each step: it reads values, so tensors must be on the CPU. It knows what
-    text and M-RoPE ids look like. Ids that are unusual on purpose, such as those of a chunk, are reported too.
+    text and M-RoPE ids look like. Ids that are unusual on purpose, such as those of a chunk, are reported too. Ids that
+    repeat or leave numbers out are not: those of images do.
 
     Args:
         ids: of any dtype, ``(tokens,)``, ``(rows, tokens)`` or ``(axes, rows, tokens)``; of four axes the first is that
@@ -108,30 +109,34 @@ def check(
     """
     given = _of_axes(ids)
     log = _Log()
+    if length is not None and (length := count("length", length)) < 1:
+        raise bad_value(f"length must be at least 1 but got {length}")
     if spec is not None:
+        if not hasattr(spec, "axes") or not hasattr(spec, "scaling"):
+            raise bad_type(f"spec must be a RopeSpec but got {describe(spec)}")
         axes = 1 if spec.axes is None else spec.axes.count
         if axes != len(given) and (axes, len(given)) != (3, 4):
             log.add("axes", 0, 0, what=f"The spec has {axes} axes, but ids have {len(given)}")
         length = length or _length(spec.scaling)
     types = None if token_types is None else whole("token_types", token_types)
-    rows = max(
-        given.shape[1],
-        1 if attention_mask is None else len(whole("attention_mask", attention_mask)),
-    )
-    given = given.expand(-1, rows, -1)
+    if attention_mask is not None and given.shape[1] == 1:
+        given = given.expand(-1, len(whole("attention_mask", attention_mask)), -1)
     if types is not None and types.shape != given.shape[1:]:
         raise bad_value(
             "token_types must have one entry for each token", token_types=types, ids=given
         )
-    sequences = parts(given[0], attention_mask, cu_seqlens)
+    sequences = parts(given, attention_mask, cu_seqlens)
     starts = {int(row[0][0]) for row in sequences if row and len(row[0])}
     if len(starts) > 1 and bool((given == given[:, :1]).all()):
         log.add("row-positions", 1, 0)
-    _check_values(log, given, sequences, length)
+    values = given.double() if given.is_floating_point() else given.long()
+    _check_values(log, values, given.dtype, sequences, length)
     known = attention_mask is not None or cu_seqlens is not None
+    if not known:
+        sequences = [[_without_padding(values[:, row])] for row in range(values.shape[1])]
     if "attention-mask" not in log.found:
-        for each in (given,) if len(given) != 4 else (given[:1], given[1:]):
-            _check_rows(log, each.double(), sequences, types, known)
+        for each in (values,) if len(values) != 4 else (values[:1], values[1:]):
+            _check_rows(log, each, sequences, types, known)
     unknown = []
     if not known:
         unknown.append("where sequences begin; pass attention_mask or cu_seqlens")
@@ -139,6 +144,8 @@ def check(
         unknown.append("how many positions the model has; pass length")
     if len(given) > 1 and types is None:
         unknown.append("which tokens are images; pass token_types")
+    if len(given) == 1 and types is not None and spec is None and types.any():
+        unknown.append("whether images have axes of their own; pass spec")
     return Report(log.findings(), tuple(unknown))
 
 
@@ -146,11 +153,11 @@ class _Log:
     """Findings by code, each with the sentence of its first place."""
 
     def __init__(self) -> None:
-        self.found: dict[str, tuple[str, list[tuple[int, int]]]] = {}
+        self.found: dict[str, tuple[str, dict[tuple[int, int], None]]] = {}
 
     def add(self, code: str, row: int, token: int, **facts: object) -> None:
         text = FAULTS[code].format(**facts)
-        self.found.setdefault(code, (text, []))[1].append((row, token))
+        self.found.setdefault(code, (text, {}))[1][row, token] = None
 
     def findings(self) -> tuple[Finding, ...]:
         return tuple(Finding(code, text, tuple(at)) for code, (text, at) in self.found.items())
@@ -159,16 +166,28 @@ class _Log:
 def _of_axes(ids: object) -> torch.Tensor:
     """Return ids ``[axes, rows, tokens]``, in their own dtype."""
     if isinstance(ids, Positions):
+        if ids.ids is None or ids.add_index:
+            raise bad_value(
+                "ids must have an id for each token; positions.explicit(ids, tokens) writes them out"
+            )
         ids = explicit(ids).ids
     if not isinstance(ids, torch.Tensor) or ids.is_complex():
         raise bad_type(f"ids must be a real tensor or positions but got {describe(ids)}")
     if not is_readable(ids):
         raise bad_value("ids must be on the CPU, outside of compiled code", ids=ids)
-    if ids.dim() not in (1, 2, 3):
+    check_dense("ids", ids)
+    if ids.dim() not in (1, 2, 3) or (ids.dim() == 3 and not len(ids)):
         raise bad_value(
             "ids must have shape (tokens,), (rows, tokens) or (axes, rows, tokens)", ids=ids
         )
     return ids[(None,) * (3 - ids.dim())]
+
+
+def _without_padding(ids: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the tokens of a row ``[axes, tokens]`` without ones before a 0: padding in transformers."""
+    tokens = torch.arange(ids.shape[1], device=ids.device)
+    others = (ids != 1).any(0).nonzero()[:1, 0].tolist()
+    return tokens[others[0] :] if others and not ids[:, others[0]].any() else tokens
 
 
 def _length(rule: Any) -> int | None:
@@ -188,7 +207,7 @@ def _check_rows(
     known: bool,
 ) -> None:
     """Check the order of ids ``[axes, rows, tokens]``, sequence by sequence; ``known`` where these are given."""
-    last = -1.0
+    last: float = -1
     for row, of_row in enumerate(sequences):
         for number, tokens in enumerate(of_row):
             if not len(tokens):
@@ -203,7 +222,7 @@ def _check_rows(
             for at in (values.diff() < 0).nonzero()[:, 0].tolist():
                 before, after = values[at].item(), values[at + 1].item()
                 if after != 0:
-                    facts = {"before": f"{before:g}", "after": f"{after:g}"}
+                    facts = {"before": f"{before:,}", "after": f"{after:,}"}
                     log.add("position-order", row, int(index[at + 1]), **facts)
                 elif known:
                     log.add("restarts-inside", row, int(index[at + 1]))
@@ -219,11 +238,11 @@ def _check_start(
         return
     if is_first and token > 0 and value == token:
         if "row-positions" not in log.found:
-            log.add("padding-counted", row, token, first=f"{value:g}")
+            log.add("padding-counted", row, token, first=f"{value:,}")
     elif value == last + 1:
         log.add("numbered-through", row, token)
     else:
-        log.add("position-offset", row, token, first=f"{value:g}")
+        log.add("position-offset", row, token, first=f"{value:,}")
 
 
 def _check_axes(
@@ -245,28 +264,34 @@ def _check_axes(
 
 
 def _check_values(
-    log: _Log, ids: torch.Tensor, sequences: list[list[torch.Tensor]], length: int | None
+    log: _Log,
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+    sequences: list[list[torch.Tensor]],
+    length: int | None,
 ) -> None:
-    """Check ids that are not those of padding: their dtype, whether they are a mask, and the largest."""
+    """Check ids that are not those of padding: the dtype they had, whether they are a mask, and the largest."""
     longest = max((len(tokens) for row in sequences for tokens in row), default=0)
-    real = torch.zeros(ids.shape[1:], dtype=torch.bool)
+    real = torch.zeros(ids.shape[1:], dtype=torch.bool, device=ids.device)
     for row, of_row in enumerate(sequences):
         for tokens in of_row:
             real[row, tokens] = True
-    values = ids[:, real].double()
+    values = ids[:, real]
     if not values.numel():
         return
-    if ids.dtype == torch.bool or (longest > 2 and bool(((values == 0) | (values == 1)).all())):
+    if not values.isfinite().all():
+        raise bad_value("ids must be finite", ids=ids)
+    mask = bool(((values == 0) | (values == 1)).all() and (values == values[0]).all())
+    if dtype == torch.bool or (longest > 2 and mask):
         log.add("attention-mask", 0, 0)
         return
-    reach = int(values.abs().max())
+    reach = int(values.max())
     needed = max(reach, longest - 1)
-    floating = ids.is_floating_point()
-    # From the limit on, a floating id may be another one that was rounded.
-    limit = round(2 / torch.finfo(ids.dtype).eps) if floating else torch.iinfo(ids.dtype).max
-    if needed > limit or (floating and needed == limit):
-        name = str(ids.dtype).removeprefix("torch.")
+    limit = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    # The limit itself may be a larger id that was rounded, if there are not as many tokens.
+    if needed > limit or (dtype.is_floating_point and reach == limit > longest - 1):
+        name = str(dtype).removeprefix("torch.")
         log.add("position-dtype", 0, 0, dtype=name, limit=limit, reach=needed)
     if length is not None and reach >= length:
-        at = (ids.amax(0).double() * real).argmax()
+        at = ids.amax(0).masked_fill(~real, -1).argmax()
         log.add("beyond-length", *divmod(int(at), ids.shape[2]), reach=reach, length=length)

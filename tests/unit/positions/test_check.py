@@ -53,6 +53,11 @@ WRONG: list[tuple[str, tuple[int, int], Any, dict[str, Any]]] = [
     ),
     ("position-dtype", (0, 0), torch.arange(300).bfloat16(), {}),
     ("position-dtype", (0, 0), torch.arange(300).to(torch.uint8), {}),
+    ("position-dtype", (0, 0), torch.arange(9).bfloat16() + 250, {}),
+    ("attention-mask", (0, 0), LEFT.flip(-1), {}),
+    ("attention-mask", (0, 0), tensor(1, 1, 0), {}),
+    ("beyond-length", (0, 4), torch.arange(5).to(torch.uint16), {"length": 4}),
+    ("position-order", (0, 3), tensor(0, 1, 2**53 + 1, 2**53), {}),
     ("position-dtype", (0, 0), torch.arange(2**24, 2**24 + 3).float() * tensor(0, 1, 1), {}),
     ("axes", (0, 2), torch.arange(7).expand(3, 1, 7), {"token_types": TYPES}),
     ("axes", (0, 3), MROPE, {"token_types": TYPES * 0}),
@@ -85,7 +90,9 @@ def test_one_fault_has_one_name(code: str, place: Any, ids: Any, known: dict[str
     assert not report.ok
     assert report.findings[0].places[0] == place
     others = {finding.code for finding in report.findings} - {code}
-    assert others <= ({"position-order"} if code == "position-dtype" else set()), report
+    assert others <= (
+        {"position-order", "position-offset"} if code == "position-dtype" else set()
+    ), report
     assert f"{code}, row {place[0]}, token {place[1]}" in str(report)
 
 
@@ -104,6 +111,12 @@ RIGHT: list[tuple[Any, dict[str, Any]]] = [
     (positions.left_padded(LEFT), {"attention_mask": LEFT}),
     (tensor([1, 1, 0, 1, 2], [0, 1, 2, 3, 4]), {"attention_mask": LEFT}),
     (tensor([0, 1, 2, 3, 4]), {"attention_mask": LEFT.flip(-1)}),
+    (tensor([1, 1, 0, 1, 2], [0, 1, 2, 3, 4]), {}),
+    (tensor(0, 1, 2**63 - 1), {}),
+    (torch.arange(257).bfloat16(), {}),
+    (positions.mrope([(1, 2, 2)]), {"token_types": TYPES[2:6]}),
+    (torch.zeros(0, 5, dtype=torch.int64), {}),
+    (torch.zeros(2, 0, dtype=torch.int64), {"token_types": torch.zeros(2, 0, dtype=torch.int64)}),
     (MROPE, {"token_types": TYPES, "spec": RopeSpec(8, axes=Axes.sections((1, 1, 2)))}),
     (torch.cat((torch.arange(7)[None, None], MROPE)), {"token_types": TYPES}),
     (torch.zeros(2, 0, dtype=torch.int64), {}),
@@ -135,3 +148,24 @@ def test_every_place_is_counted() -> None:
     report = check(tensor([0, 1, 5, 3], [0, 4, 2, 3]))
     assert report.findings[0].places == ((0, 3), (1, 2))
     assert str(report.findings[0]).startswith("position-order, row 0, token 3 and 1 more: ")
+
+
+def test_a_place_that_several_axes_share_is_counted_once() -> None:
+    report = check(torch.arange(5).expand(4, 1, 5), cu_seqlens=TWO)
+    assert report.findings[0].places == ((0, 3),)
+
+
+def test_one_axis_for_images_may_be_right() -> None:
+    assert any(
+        "axes of their own" in each for each in check(TYPES * 0 + 1, token_types=TYPES).unknown
+    )
+
+
+def test_another_default_device_changes_nothing() -> None:
+    mask, ends = torch.ones(1, 7, dtype=torch.int64), torch.tensor([0, 7])
+    for known in ({}, {"attention_mask": mask}, {"cu_seqlens": ends}):
+        with torch.device("meta"):
+            made = positions.mrope_batch(TYPES, model="qwen2_vl", images=[(1, 4, 4)], **known)
+            assert check(made.positions, token_types=TYPES, **known).ok
+        assert made.next.tolist() == [5]
+        assert torch.equal(made.positions.ids, MROPE)

@@ -7,6 +7,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -220,3 +221,20 @@ def test_sequences_without_tokens() -> None:
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     made = mrope_batch(types.expand(2, -1), model="qwen2_vl", attention_mask=nothing)
     assert (made.positions.ids.tolist(), made.next.tolist()) == ([[[0] * 3] * 2] * 3, [0, 0])
+
+
+def test_grids_and_steps_of_any_kind() -> None:
+    types = torch.tensor([0, 1, 1, 2, 2, 2, 2, 0])
+    made = []
+    for kind in (list, torch.tensor, np.array):
+        grids = {"images": kind([[1, 2, 4]]), "videos": [kind([2, 2, 4])]}
+        made.append(mrope_batch(types, model="qwen2_5_vl", time_step=[kind([2.0])[0]], **grids))
+    assert all(torch.equal(each.positions.ids, made[0].positions.ids) for each in made)
+
+
+def test_no_rows() -> None:
+    made = mrope_batch(torch.zeros(0, 5, dtype=torch.int64), model="qwen2_vl")
+    assert made.positions.ids.shape == (3, 0, 5)
+    assert made.next.dtype == torch.int64
+    made = mrope_batch(torch.zeros(2, 0, dtype=torch.int64), model="qwen2_vl")
+    assert made.next.tolist() == [0, 0]
