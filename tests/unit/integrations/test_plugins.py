@@ -68,6 +68,9 @@ def test_a_trainer_of_transformers(tmp_path: Path, given: str, stack: str | None
         served = sum(c.operator for name, c in counts.items() if name.endswith("pos_emb"))
         assert served == 2 * models[0].config.num_hidden_layers
         assert not any(calls.original for calls in counts.values())
+        report = callback.report
+        callback.on_train_begin(None, None, None, model=torch.nn.ModuleList(models))  # wrapped
+        assert callback.report is report
     finally:
         unpatch(models[0])
 
