@@ -117,8 +117,8 @@ def pytest_unconfigure() -> None:
 
 
 # The packages without which tests are skipped.
-LIBRARIES = """accelerate comfy_kitchen diffusers einops gguf jax kernels matplotlib onnxruntime onnxscript playwright
-    rotary_embedding_torch safetensors timm torchtitan transformers triton vllm x_transformers""".split()
+LIBRARIES = """accelerate comfy_kitchen diffusers einops gguf jax kernels liger_kernel matplotlib onnxruntime onnxscript
+    playwright rotary_embedding_torch safetensors timm torchtitan transformers triton x_transformers""".split()
 INSTRUCTION_SETS = {
     "avx512bf16": "AVX-512 with bfloat16",
     "avx512": "AVX-512",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import weakref
 from typing import Any
 
 from .._errors import sentence
@@ -39,7 +40,7 @@ def trainer_callback(**options: Any) -> Any:
         options: those of :func:`tightrope.patch`, such as ``stack="vllm"``.
 
     Returns:
-        A ``TrainerCallback``. Its attribute ``report`` is the report of ``patch``; None before that.
+        A ``TrainerCallback``. Its attribute ``report`` is the report of ``patch`` for the last model; None before that.
 
     Raises:
         ImportError: transformers is not installed.
@@ -54,15 +55,18 @@ def trainer_callback(**options: Any) -> Any:
 
     class Patch(base):  # type: ignore[misc]
         report: Any = None
+        patched: Any = None  # a weak reference to the model
 
         def on_init_end(self, *_: Any, **given: Any) -> None:
             self._patch(given.get("model"))
 
         def on_train_begin(self, *_: Any, **given: Any) -> None:
-            self._patch(given.get("model"))  # of a Trainer with `model_init`, which has none before
+            # With `model_init`, a Trainer builds another model here. The one of before may be wrapped.
+            self._patch(given.get("model"))
 
         def _patch(self, model: Any) -> None:
-            if model is not None and self.report is None:
-                self.report = patch(model, **options)
+            known = None if self.patched is None else self.patched()
+            if model is not None and not any(part is known for part in model.modules()):
+                self.report, self.patched = patch(model, **options), weakref.ref(model)
 
     return Patch()

@@ -42,26 +42,37 @@ def trained(folder: Path, *callbacks: Any, **model: Any) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stack", [None, "vllm"])
-def test_a_trainer_of_transformers(tmp_path: Path, stack: str | None) -> None:
-    """The model is patched once, built before or by the Trainer, with the options; without any, losses are the same."""
-    model = small_model("Llama")
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    right = trained(tmp_path, model=model)
-    for given in ({"model": model}, {"model_init": lambda: model}):
-        model.load_state_dict(state)
-        callback = plugins.trainer_callback(stack=stack)
-        assert callback.report is None
-        try:
-            losses = trained(tmp_path, callback, **given)
-            assert stack or losses == right
-            replaced = [entry.name for entry in callback.report.replaced]
-            assert replaced == ["apply_rotary_pos_emb", *["LlamaRotaryEmbedding"] * bool(stack)]
-            counts = callback.report.calls()
-            served = sum(c.operator for name, c in counts.items() if name.endswith("pos_emb"))
-            assert served == 2 * model.config.num_hidden_layers
-            assert not any(calls.original for calls in counts.values())
-        finally:
-            unpatch(model)
+@pytest.mark.parametrize("given", ["model", "model_init"])
+def test_a_trainer_of_transformers(tmp_path: Path, given: str, stack: str | None) -> None:
+    """The model that is trained is patched, with the options; without any, losses are the same.
+
+    A Trainer with `model_init` builds a model, and another one for its training.
+    """
+    models: list[Any] = []
+
+    def build() -> Any:
+        models[:] = [small_model("Llama")]  # only the last one lives
+        return models[0]
+
+    def train(*callbacks: Any) -> list[float]:
+        return trained(tmp_path, *callbacks, **{given: build if "init" in given else build()})
+
+    right, callback = train(), plugins.trainer_callback(stack=stack)
+    assert callback.report is None
+    losses = train(callback)
+    try:
+        assert stack or losses == right
+        replaced = [entry.name for entry in callback.report.replaced]
+        assert replaced == ["apply_rotary_pos_emb", *["LlamaRotaryEmbedding"] * bool(stack)]
+        counts = callback.report.calls()
+        served = sum(c.operator for name, c in counts.items() if name.endswith("pos_emb"))
+        assert served == 2 * models[0].config.num_hidden_layers
+        assert not any(calls.original for calls in counts.values())
+        report = callback.report
+        callback.on_train_begin(None, None, None, model=torch.nn.ModuleList(models))  # wrapped
+        assert callback.report is report
+    finally:
+        unpatch(models[0])
 
 
 def test_a_hook_patches_models_that_are_built_later(monkeypatch: pytest.MonkeyPatch) -> None:
