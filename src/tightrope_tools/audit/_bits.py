@@ -62,33 +62,21 @@ def bits_of(
             turn = angles.at(positions, profile.omegas).float()
             exact = torch.complex(turn.cos(), turn.sin()).to(torch.complex128)
             tables["float32"] = profile.amplitude * exact
-    table, forward, back = _roundings(profile, dtype, positions, tables)
-    known = dtype == torch.float32 or "float32" in tables
-    return Bits(seen, angles, evidence, table, forward, back, known)
-
-
-def _roundings(
-    profile: Profile,
-    dtype: torch.dtype,
-    positions: Sequence[int],
-    tables: dict[str, torch.Tensor],
-) -> tuple[str, tuple[str, ...], tuple[str, ...] | None]:
-    """Return which of some tables reproduce results, and by which roundings results and gradients."""
     # An angle in float16 may be infinite, which has no cosine.
     finite = torch.stack([table.isfinite().all(1) for table in tables.values()]).all(0)
     where = [p for p, fits in zip(positions, finite.tolist(), strict=True) if fits]
-    subject = profile.subject
-    x = subject.random(1, 1, len(where), dtype=dtype, seed=3).requires_grad_()
-    out = subject.random(1, 1, len(where), dtype=dtype, seed=4)
+    subject, shape = profile.subject, (1, 1, len(where))
+    x = subject.random(*shape, dtype=dtype, seed=3).requires_grad_()
+    out = subject.random(*shape, dtype=dtype, seed=4)
     y = subject.rotate(x * 1.0, profile.given(where))
-    back = gradient(y, x, out)
-    for name, table in tables.items():
-        forward = _reproducing(profile, x, y, table[finite])
-        if forward and back is not None and profile.order is None:
-            return name, forward, _reproducing(profile, out, back, table[finite].conj())
-        if forward:
-            return name, forward, None if back is None else ()
-    return "unknown", (), None if back is None else ()
+    gradients = gradient(y, x, out)
+    fitting = ((name, _reproducing(profile, x, y, table[finite])) for name, table in tables.items())
+    name, forward = next((each for each in fitting if each[1]), ("unknown", ()))
+    back: tuple[str, ...] | None = None if gradients is None else ()
+    if forward and gradients is not None and profile.order is None:
+        back = _reproducing(profile, out, gradients, tables[name][finite].conj())
+    known = dtype == torch.float32 or "float32" in tables
+    return Bits(seen, angles, evidence, name, forward, back, known)
 
 
 def _reproducing(

@@ -364,7 +364,7 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
     profile.omegas = wrapped(angles[3] - angles[2])
     profile.intercepts = wrapped(angles[2] - 2 * profile.omegas)
     few = torch.cat((angles[[4, 8]], seen[:2].angle()))
-    _refine(profile, [4, 8, *powers[:2]], few, 0.3)
+    _refine(profile, profile.intercepts, [4, 8, *powers[:2]], few)
     profile.intercepts = wrapped(angles[2] - 2 * profile.omegas)
     shift = shift_of(profile.omegas, profile.intercepts, 2 * profile.noise)
     # If position 0 is right, later positions are off: that is no offset.
@@ -373,7 +373,7 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
         profile.reach += min(shift, 0)
         powers = [p for p in powers if shift <= p < profile.reach]
         seen = profile.tables(profile.given(powers)) if powers else seen[:0]
-    _refine(profile, powers, seen.angle(), 0.5, profile.starts)
+    _refine(profile, profile.starts, powers, seen.angle())
 
 
 def _measure_rounded(profile: Profile) -> bool:
@@ -437,17 +437,12 @@ def _intervals(
 
 
 def _refine(
-    profile: Profile,
-    positions: Sequence[int],
-    angles: torch.Tensor,
-    most: float,
-    starts: torch.Tensor | None = None,
+    profile: Profile, starts: torch.Tensor, positions: Sequence[int], angles: torch.Tensor
 ) -> None:
     """Refine the frequencies by the angles at larger and larger positions, while all pairs agree."""
-    starts = profile.intercepts if starts is None else starts
     for position, angle in zip(positions, angles):
         rest = wrapped(angle - starts - profile.omegas * position)
-        if float(rest.abs().max()) > most:
+        if float(rest.abs().max()) > 0.3:
             break
         profile.omegas = profile.omegas + rest / position
         profile.farthest = position
