@@ -133,6 +133,6 @@ def _parts_of(config: Any) -> Iterator[tuple[str, str | None, RopeSpec | None]]:
 def _unseen(name: str, spec: RopeSpec | None, why: str) -> Report:
     """The report of a part that cannot be called."""
     declared = "nothing" if spec is None else repr(spec)
-    severity, sentence, mend = FAULTS["not-seen"]
-    only = Finding("not-seen", severity, sentence, why, mend)
+    fault = FAULTS["not-seen"]
+    only = Finding("not-seen", fault.severity, fault.sentence, why, fault.mend)
     return Report(name, {"declared": declared}, (only,))
