@@ -161,7 +161,7 @@ def sines(rows: tuple[int, int, int], *learns: str) -> Function:
     leaves = {"earlier": noise(rows[1], 2, 3, 2), "x": noise(rows[0], 2, 5, 2, seed=1)}
 
     def call(earlier: Any, x: Any) -> Any:
-        reset = (torch.arange(5) + torch.arange(rows[2])[:, None]) % 4 == 3
+        reset = (torch.arange(5) + 3 * torch.arange(rows[2])[:, None]) % 4 == 3
         first = phases.running(earlier, reset=torch.arange(3) == 1)
         second = phases.running(x, first.state, reset)
         made = first, second, phases.given(x), phases.running(0 * x[:, :, :1], second.state)

@@ -316,6 +316,24 @@ def test_another_default_device_and_pickles(name: str, where: Any) -> None:
         assert rotate(x, spec.at(text, device="cpu", stack=name)).device.type == "cpu"
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        positions.Positions(None, 60, add_index=False),
+        torch.tensor([[0.0, 59.5, 3.0]]),
+        torch.tensor([0, 60, 3]),
+        58,
+    ],
+    ids=str,
+)
+def test_the_length_is_the_largest_position_plus_1(where: positions.PositionsLike) -> None:
+    """Rounded up. Where there are no tokens, there is none."""
+    spec, stack = RopeSpec(DIM, scaling=DynamicNTK(2.0, 40)), stacks.get("transformers")
+    wanted = stack.tables(spec, where, torch.float32, tokens=3, seq_len=61)
+    assert_same_bits(stack.tables(spec, where, torch.float32, tokens=3), wanted)
+    assert stack.tables(spec, torch.zeros(1, 0), torch.float32)[0].shape[2] == 0
+
+
 # --- compiled code --------------------------------------------------------------------------------
 
 
