@@ -21,8 +21,9 @@ T = TypeVar("T")
 # stands for itself.
 Constant: TypeAlias = "T | str | tuple[type[T], tuple[Any, ...]]"
 
-#: An entry for each open block of :mod:`tightrope.integrations.onnx`, in which exported code is plain torch.
-plain_blocks: list[None] = []
+#: How exported code rotates, in place of the definition's own arithmetic; the last one counts. None stands
+#: for that arithmetic. Set by the blocks of :mod:`tightrope.integrations.onnx`.
+lowerings: list[Any] = []
 
 
 # The dispatch modes under which tensors have no data of their own: fake tensors, proxies and
@@ -99,7 +100,7 @@ def needs_plain() -> bool:
     """
     if torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting():
         return False
-    return bool(plain_blocks) or torch.onnx.is_in_onnx_export()
+    return bool(lowerings) or torch.onnx.is_in_onnx_export()
 
 
 def as_constant(value: T) -> Constant[T]:

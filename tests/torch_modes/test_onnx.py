@@ -27,7 +27,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 ROWS, TOKENS = torch.export.Dim("rows"), torch.export.Dim("tokens")
-FAR, HEADS = 2**31 - 1, 16
+LENGTH, FAR, HEADS = 4096, 2**31 - 1, 16
 Tensors = Sequence[torch.Tensor]
 Function = Callable[..., Tensors]
 
@@ -50,13 +50,12 @@ def shapes_of(inputs: Tensors) -> Any:
     return (tuple({i: dims[n] for i, n in enumerate(x.shape) if n in dims} for x in inputs),)
 
 
-def exported(call: Function, inputs: Tensors) -> Any:
+def exported(call: Function, inputs: Tensors, opset: int | None = None) -> Any:
     """Export by torch's own function."""
     model = Model(call).eval()
     shapes = shapes_of(inputs)
-    return torch.onnx.export(
-        model, tuple(inputs), dynamo=True, verbose=False, dynamic_shapes=shapes
-    )
+    named = {"dynamo": True, "verbose": False, "dynamic_shapes": shapes, "opset_version": opset}
+    return torch.onnx.export(model, tuple(inputs), **named)
 
 
 def run(program: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -64,6 +63,10 @@ def run(program: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
     feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
     return [torch.from_numpy(y) for y in session.run(None, feeds)]
+
+
+def nodes(program: Any, kind: str = "RotaryEmbedding") -> int:
+    return sum(node.op_type == kind for node in program.model.graph)
 
 
 def near(y: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -103,26 +106,77 @@ def rotations(_: torch.Tensor, *inputs: torch.Tensor) -> Tensors:
     return [y.float() for y in rotated(*inputs, exact=False)]
 
 
-def check_rotations(program: Any) -> None:
+def check_rotations(program: Any, reach: int = FAR) -> None:
     for size in ((3, 7), (1, 11)):
-        inputs = inputs_of(*size)
+        inputs = inputs_of(*size, reach)
         wanted = rotated(*inputs, exact=True)
         for each in zip(run(program, *inputs), wanted, DTYPES, strict=True):
             near(*each)
 
 
-def test_rotations() -> None:
-    check_rotations(exported(rotations, inputs_of(2, 5)))
+def test_plain_torch_by_default() -> None:
+    program = exported(rotations, inputs_of(2, 5))
+    assert nodes(program) == 0
+    check_rotations(program)
+
+
+def test_one_node_for_each_tensor() -> None:
+    """Tables need no cosines; positions outside of them give NaN."""
+    with onnx.rotary_nodes(LENGTH):
+        program = exported(rotations, inputs_of(2, 5, LENGTH), 23)
+    assert (nodes(program), nodes(program, "Cos")) == (len(DTYPES), 0)
+    check_rotations(program, LENGTH)
+    x, ids, rows = inputs_of(2, 5, LENGTH)
+    ids[1], ids[2], rows[1, 3] = LENGTH, -1, LENGTH + 5
+    prefix, half, *_ = run(program, x, ids, rows)
+    assert prefix[..., :16].isnan().nonzero()[:, 0].unique().tolist() == [1, 2]
+    assert half.isnan().nonzero()[:, [0, 2]].unique(dim=0).tolist() == [[1, 3]]
 
 
 @pytest.mark.slow
-def test_an_exported_program() -> None:
+def test_nodes_for_any_position() -> None:
+    with onnx.rotary_nodes():
+        program = exported(rotations, inputs_of(2, 5), 23)
+    assert nodes(program) == len(DTYPES)
+    check_rotations(program)
+
+
+@pytest.mark.slow
+def test_more_tokens_than_positions() -> None:
+    """Packed sequences: ONNX Runtime's node refuses ids if its tables have fewer rows than tokens."""
+    with onnx.rotary_nodes(length=4):
+        program = exported(lambda _, *at: [rotate(at[0], HALF, at[1])], inputs_of(2, 5, 4)[:2], 23)
+    x, ids, _ = inputs_of(3, 7, 4)
+    assert nodes(program) == 1
+    near(run(program, x, ids)[0], rotate(x.double(), HALF, ids), torch.float32)
+
+
+@pytest.mark.slow
+def test_layers_share_their_tables() -> None:
+    def call(weight: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+        for _ in range(3):
+            x = rotate(x, HALF, ids) * weight[0]
+        return [x]
+
+    inputs, named = inputs_of(2, 5, 9)[:2], {"length": 2**14, "verbose": False}
+    shapes = shapes_of(inputs)
+    program = onnx.export(Model(call).eval(), inputs, **named, dynamic_shapes=shapes)
+    assert nodes(program) == 3
+    size = sum(tensor.const_value.nbytes for tensor in program.model.graph.initializers.values())
+    assert size < 1.1 * 2 * 2**14 * 16 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [onnx.plain_torch, onnx.rotary_nodes])
+def test_an_exported_program(block: Any) -> None:
     """A program that was exported in a block can be converted outside of it."""
     inputs = inputs_of(2, 5)
-    with onnx.plain_torch():
+    with block():
         model = Model(rotations).eval()
         program = torch.export.export(model, inputs, dynamic_shapes=shapes_of(inputs))
-    check_rotations(torch.onnx.export(program, dynamo=True, verbose=False))
+    made = torch.onnx.export(program, dynamo=True, verbose=False, opset_version=23)
+    assert (nodes(made) > 0) == (block is onnx.rotary_nodes)
+    check_rotations(made)
 
 
 # --- all options ----------------------------------------------------------------------------------
@@ -139,11 +193,16 @@ def results(calls: Sequence[Call], leaves: Sequence[torch.Tensor]) -> list[torch
 
 
 @pytest.mark.slow
-def test_every_option() -> None:
+@pytest.mark.parametrize("by", [onnx.plain_torch, onnx.rotary_nodes])
+def test_every_option(by: Any) -> None:
     """Calls of the laws in float32, in one graph, against themselves in float64."""
     leaves = [x for call in CALLS for x in call.leaves.values()]
     model = Model(lambda _, *inputs: results(CALLS, inputs)).eval()
-    program = torch.onnx.export(model, tuple(leaves), dynamo=True, verbose=False)
+    with by():
+        program = torch.onnx.export(
+            model, tuple(leaves), dynamo=True, verbose=False, opset_version=23
+        )
+    assert (nodes(program) > 0) == (by is onnx.rotary_nodes)
     exact = [Call({**call.case, "dtype": torch.float64}) for call in CALLS]
     wanted = results(exact, [x.double() for x in leaves])
     for y, want in zip(run(program, *leaves), wanted, strict=True):
@@ -215,7 +274,7 @@ def exports(
     call: Function, cache: tuple[int, ...] = (4, 3, 2, 8), dtype: torch.dtype = torch.float32
 ) -> None:
     inputs = noise(5, 2, 8).float(), noise(*cache).to(dtype), torch.arange(5)
-    with onnx.plain_torch():
+    with onnx.rotary_nodes():
         torch.export.export(Model(call), inputs, strict=False)
 
 

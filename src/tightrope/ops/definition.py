@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from .. import activations, angles
-from .._tracing import broadcasts, exact_factor, needs_plain
+from .._tracing import broadcasts, exact_factor, lowerings, needs_plain
 from ..channels import by_head, join_pairs, split_pairs
 from . import gradients
 from .call import Call
@@ -51,7 +51,8 @@ def define(call: Call) -> list[torch.Tensor]:
     _check(call, views, inputs)
     dtype = gradients.value_dtype(views[0])
     tokens = views[0].shape[-2]
-    turn = turn_by(call, tokens, dtype)
+    lowering = lowerings[-1] if needs_plain() and lowerings else None
+    turn = (lowering or turn_by)(call, tokens, dtype)
     ys, by_weights = [], []
     for i, view in enumerate(views):
         x = view if call.is_plain() else view.to(dtype)
