@@ -94,6 +94,7 @@ def test_ids_that_change_are_read_again(
 EXTRAS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "weight": lambda t: {"act": RMSNorm(t)},
     "exp": lambda t: {"gate": gates.Exp(t)},
+    "factor": lambda t: {"gate": gates.Factor(t)},
     "slope": lambda t: {"gate": gates.Slope(0.1 * t)},
     "given": lambda t: {"gate": gates.Given(t.view(1, 1, 8))},
     "xPos": lambda _: {"gate": gates.XPos(centre=100.0)},

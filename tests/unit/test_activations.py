@@ -328,7 +328,7 @@ def test_a_norm_after_the_rotation(
     wide = [t.double().requires_grad_() for t in (x, weight)]
     y = on(backend, rotate, leaves[0], spec, OFFSET, act=RMSNorm(), gate=Factor(leaves[1]))
     turns = oracle_acts.angles(5, OFFSET, 8)
-    wanted = normed(oracle_acts.turn(wide[0], turns, 2, True))
+    wanted = normed(oracle.turned(wide[0], turns.cos(), turns.sin(), 2, True))
     wanted = wanted * (wide[1][:, None] if heads else wide[1])
     found = y, *torch.autograd.grad(y, leaves, seed)
     true = wanted, *torch.autograd.grad(wanted, wide, seed.double())

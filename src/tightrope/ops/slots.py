@@ -51,8 +51,8 @@ def check_slots(
         if values is not None and cache is not None:
             _check_same(VALUES, cache, "v", values, eight)
             if not _fits(values, x, eight):
-                shared = _own(eight).removeprefix("and ")
-                raise bad_value(f"v must have the {shared} of {name}", v=values)
+                both = _own(eight).removeprefix("and ")
+                raise bad_value(f"v must have the {both} of {name}", v=values)
         return
     _check_index(index, name, x)
     if index.shape != (rows, tokens) and not (rows == 1 and index.shape == (tokens,)):

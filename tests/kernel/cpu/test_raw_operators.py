@@ -83,7 +83,7 @@ def cosines(draw: Draw) -> Call:
 @pytest.mark.parametrize("of", [*MAKERS, cosines])
 def test_freed_storage_is_refused(of: Callable[[Draw], Call]) -> None:
     tried = 0
-    for call in freed_storages(of, 60):
+    for call in freed_storages(of, 120):
         with pytest.raises(RuntimeError, match="tensors must have their memory"):
             call()
         tried += 1

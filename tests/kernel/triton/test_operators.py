@@ -27,7 +27,7 @@ from tests.support.written_calls import options_of, rows_of, value_of
 from tightrope import RopeSpec
 from tightrope.activations import ACTS, RMS_NORM
 from tightrope.backends.reference import compose
-from tightrope.functional import write_kv
+from tightrope.functional import rotate, write_kv
 from tightrope.ops.schema import LOG, Options
 
 __all__ = ["on_this_device"]
@@ -167,6 +167,20 @@ def test_every_bfloat16_in_8_bits(to: torch.dtype, placed: bool) -> None:
     for found, width in zip(caches, (64, 66)):
         got = stored(found.cpu().flip(2) if placed else found.cpu())
         assert torch.equal(got[..., :width], want[..., :width])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rounding", ["once", "wide", "each"])
+def test_where_8_bits_round(rounding: Any, interleaved: bool) -> None:
+    """With "once" from float32, otherwise from the dtype of k, whose results the kernel also gives; q keeps its dtype."""
+    q, k = (noise(2, 3, 7, 24, seed=seed).bfloat16().to(DEVICE) for seed in (1, 2))
+    spec = RopeSpec(24, rotary_dim=16, start=4, interleaved=interleaved)
+    rope, out = spec.at(3, device=DEVICE, rounding=rounding), torch.empty_like(q)
+    cache = torch.zeros(k.shape, device=DEVICE).to(E4M3)
+    write_kv(q, k, None, rope, cache=(cache, None), out=out, cache_scale=0.11)
+    wide = k.float() if rounding == "once" else k
+    assert torch.equal(stored(cache.cpu()), codes(rotate(wide, rope).cpu(), 0.11, E4M3))
+    assert_same_bits(out, rotate(q, rope))
 
 
 @pytest.mark.parametrize("qk", [False, True], ids=["k", "q and k"])

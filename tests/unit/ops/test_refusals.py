@@ -46,7 +46,7 @@ def stating(verb: Callable[..., Any]) -> Callable[..., object]:
 
 VERBS = rotate, rotate_qk, write_kv
 OTHERS = lrpe_rotate_1d, apply_rotary_pos_emb, rotary_pos_embedding, use, positions.shard
-MAKERS = positions.Positions, RMSNorm, gates.Exp, gates.Slope, gates.Given
+MAKERS = positions.Positions, RMSNorm, gates.Exp, gates.Slope, gates.Given, gates.Factor
 test_calls = refused_calls(
     Path(__file__).with_name("refused_calls.jsonl"),
     {
@@ -58,7 +58,7 @@ test_calls = refused_calls(
 )
 
 
-@pytest.mark.parametrize("gate", [gates.Scalar, gates.Exp, gates.Slope, gates.Given])
+@pytest.mark.parametrize("gate", [gates.Scalar, gates.Exp, gates.Slope, gates.Given, gates.Factor])
 def test_a_gate_of_the_meta_device(gate: Callable[[torch.Tensor], Any]) -> None:
     """It may be on another device if x has no data, unless it learns."""
     shape = {gates.Scalar: (), gates.Given: (5, 1, 8)}.get(gate, (8,))

@@ -136,3 +136,10 @@ def test_nothing_is_written_by_a_refused_call() -> None:
     ):
         with pytest.raises(ValueError, match="must not overlap"):
             write_kv(None, k, None, RopeSpec(2 * DIM), cache=(inside, None), cache_scale=1.0)
+    # Values between the bytes of k, where numbers of elements look like a gap.
+    memory = torch.zeros(256, dtype=torch.uint8)
+    k = memory.view(torch.bfloat16).as_strided((1, 1, 2, 32), (128, 128, 64, 1))
+    inside = memory.view(E4M3).as_strided((1, 1, 2, 16), (256, 256, 128, 1), 40)
+    caches = torch.zeros(k.shape).to(E4M3), inside
+    with pytest.raises(ValueError, match="must not overlap"):
+        write_kv(None, k, k[..., :16].clone(), RopeSpec(32), cache=caches, cache_scale=1.0)

@@ -392,8 +392,8 @@ def _plan(
             view.heads, view.steps, out_view.steps, **reads.steps(i)
         )
         if i + 1 == len(xs):
-            scale = None if eight is None else scale_step(eight.keys, view.heads, q.device)
-            last = values[f"{name}_steps"]._replace(slots=of_slots, scale=scale)
+            of_scale = None if eight is None else scale_step(eight.keys, view.heads, q.device)
+            last = values[f"{name}_steps"]._replace(slots=of_slots, scale=of_scale)
             values[f"{name}_steps"] = last
         types = [x[i].dtype if x else None for x in (parts.weights, parts.gates, parts.inputs)]
         carried[name] = Carried(*types)._replace(partial=torch.float32 if summed else None)

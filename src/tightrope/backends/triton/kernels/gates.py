@@ -55,7 +55,9 @@ def factor(
     if gate.channel is not None:
         index = index * gate.channel
     if SIZE != BLOCK:
-        value = tl.load(gate.of + (gate.at + index), mask=there, other=0.0)
+        # What may divide must not be 0.
+        PADDING: tl.constexpr = 1.0 if KIND.GATE == FACTOR else 0.0
+        value = tl.load(gate.of + (gate.at + index), mask=there, other=PADDING)
     else:
         value = tl.load(gate.of + (gate.at + index))
     if KIND.DIRECTION == 2 and KIND.GATE != FACTOR:
