@@ -384,12 +384,19 @@ def _jax(rotation: Rotation) -> Made:
 _TUNED_IN = ("12 x 32768, 12 heads", "prefill 32k")
 
 
+def _no_kernel(case: Case, name: str) -> str | None:
+    """Return why a Triton kernel cannot take part in a case that its arguments fit; None if it can."""
+    if case.device == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        return "it runs on GPUs alone"
+    return _alone(case) or _not_there(name)
+
+
 def _no_liger(case: Case) -> str | None:
     if case.work == "out of place":
         return "it writes into q and k"
     if case.interleaved or case.positions == "M-RoPE":
         return "it takes only the half pairing and positions of one axis"
-    return _alone(case) or _not_there("Liger")
+    return _no_kernel(case, "Liger")
 
 
 def _liger(rotation: Rotation) -> Rotate:
@@ -401,7 +408,7 @@ def _no_rotary(case: Case, name: str) -> str | None:
         return "it takes only positions of one axis"
     if name == "FLA" and case.name not in _TUNED_IN:
         return "its autotuning takes long"
-    return _alone(case) or _not_there(name)
+    return _no_kernel(case, name)
 
 
 def _rotary(rotation: Rotation, name: str) -> Rotate:
@@ -433,7 +440,7 @@ def _rotary(rotation: Rotation, name: str) -> Rotate:
 def _no_xopes(case: Case) -> str | None:
     if case.name not in _TUNED_IN:
         return "its autotuning takes long"
-    return _alone(case) or _not_there("xopes")
+    return _no_kernel(case, "xopes")
 
 
 def _xopes(rotation: Rotation) -> Rotate:
