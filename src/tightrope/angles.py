@@ -11,6 +11,7 @@ This module is plain torch, part of the definition; every kernel computes the sa
 from __future__ import annotations
 
 import decimal
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -145,7 +146,8 @@ def phase_at(
         phase = phase + 2 * _high_product(fine, word)
         if turns is not None:
             phase = phase + 2 * (fine * turns[:, :, :, None])
-    return phase[0] if phase.shape[0] == 1 else phase.sum(0)
+    # Axis by axis: the sum of int64 numbers in ONNX Runtime does not wrap around, its addition does.
+    return functools.reduce(torch.add, phase.unbind(0))
 
 
 def is_no_phase(phases: torch.Tensor) -> torch.Tensor:

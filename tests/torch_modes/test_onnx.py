@@ -18,7 +18,8 @@ from tests.support.calls import CASES, Call
 from tests.support.helpers import noise
 from tests.support.refused_calls import refused_calls
 from tests.support.tolerances import assert_near, assert_same_bits, value
-from tightrope import RopeSpec
+from tightrope import RopeSpec, positions
+from tightrope.axes import Axes
 from tightrope.frequencies import YaRN
 from tightrope.functional import rerotate_, rotate, rotate_, write_kv
 from tightrope.integrations import onnx
@@ -79,6 +80,7 @@ def near(y: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 
 HALF, PREFIX = RopeSpec(32), RopeSpec(32, rotary_dim=16)
 MIDDLE = RopeSpec(32, rotary_dim=16, start=8, interleaved=True)
+AXES = RopeSpec(32, axes=Axes.blocks((8, 8)))
 DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float32
 
 
@@ -139,6 +141,20 @@ def test_nodes_for_any_position() -> None:
         program = exported(rotations, inputs_of(2, 5), 23)
     assert nodes(program) == len(DTYPES)
     check_rotations(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [onnx.plain_torch, onnx.rotary_nodes])
+def test_far_positions_of_several_axes(by: Any) -> None:
+    """Phases of the axes add up modulo a turn: a sum of int64 numbers does not wrap around in ONNX Runtime."""
+
+    def call(_: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> list[torch.Tensor]:
+        return [rotate(x, AXES, positions.multi_axis(torch.stack((ids, ids.flip(0)))))]
+
+    with by():
+        program = exported(call, inputs_of(2, 5)[:2], 23)
+    x, ids, _ = inputs_of(3, 7)
+    near(run(program, x, ids)[0], call(x, x.double(), ids)[0], torch.float32)
 
 
 @pytest.mark.slow
