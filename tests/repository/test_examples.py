@@ -140,7 +140,7 @@ def test_rotated_keys_of_padded_prompts_have_the_bits_of_each_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["", "--fsdp", "--fsdp --compile"])
+@pytest.mark.parametrize("way", ["", "--fsdp --compile"])
 def test_two_processes_have_the_losses_of_one(way: str) -> None:
     alone = several_processes.train(4)
     assert alone[-1] < alone[0]
