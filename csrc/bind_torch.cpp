@@ -186,10 +186,32 @@ void copy_values(const Problem& v) {
   });
 }
 
+// Whether results may be written to the memory of a tensor that the loops read.
+bool overwrites(const Problem& p, const Tensor& read) {
+  const View at(read);
+  int64_t entries = 1;
+  for (int d = 0; d < at.dims; ++d) entries += (at.size[d] - 1) * at.stride_at(d);
+  const auto* begin = static_cast<const char*>(read.const_data_ptr());
+  const char* end = begin + entries * int64_t(sizeof(double));  // the widest entry
+  for (int32_t i = 0; i < p.operands; ++i) {
+    const Region out = written_by(p, p.operand[i]);
+    const auto* from = static_cast<const char*>(out.data);
+    if (begin < from + run_of(out.extents, 0) * bytes_of(p.dtype) && from < end) return true;
+  }
+  return false;
+}
+
 Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
   Problem p = problem_of(xs, outs, a);
   if (is_empty(p) && a.options.is_plain()) return {};
   STD_TORCH_CHECK(whose == Outs::kNew || is_empty(p) || !memory_overlaps(p, whose), "tightrope: memory overlaps");
+  // One thread may write over positions that another has yet to read.
+  if (whose != Outs::kNew && a.positions.has_value() && !is_empty(p) && overwrites(p, *a.positions)) {
+    const std::optional<Tensor> copy = torch::stable::clone(*a.positions);
+    const Arguments own = {a.primary, a.secondary, copy, a.offset, a.options, a.amplitude, a.extras, a.eps};
+    p = problem_of(xs, outs, own);
+    return run(p, xs, whose, own);
+  }
   return run(p, xs, whose, a);
 }
 

@@ -158,3 +158,12 @@ def test_one_tensor_is_not_written_twice_where_there_are_no_addresses() -> None:
 
     with pytest.raises(ValueError, match="the results of q and k must not share memory"):
         torch.vmap(call)(noise(2, 1, 4, 5, 8))
+
+
+def test_positions_that_several_threads_write_over() -> None:
+    """Every thread needs the old positions: a tile of tokens is divided by its heads."""
+    torch.set_num_threads(2)
+    x = noise(2, 64, 16, 128).float()
+    for _ in range(5):
+        wanted, own = rotate(x, RopeSpec(128), x[:, 0, :, 0].clone()), x.clone()
+        assert_same_bits(rotate_(own, RopeSpec(128), own[:, 0, :, 0]), wanted)
