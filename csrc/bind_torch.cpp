@@ -205,14 +205,19 @@ Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Argument
   Problem p = problem_of(xs, outs, a);
   if (is_empty(p) && a.options.is_plain()) return {};
   STD_TORCH_CHECK(whose == Outs::kNew || is_empty(p) || !memory_overlaps(p, whose), "tightrope: memory overlaps");
-  // One thread may write over positions that another has yet to read.
-  if (whose != Outs::kNew && a.positions.has_value() && !is_empty(p) && overwrites(p, *a.positions)) {
-    const std::optional<Tensor> copy = torch::stable::clone(*a.positions);
-    const Arguments own = {a.primary, a.secondary, copy, a.offset, a.options, a.amplitude, a.extras, a.eps};
-    p = problem_of(xs, outs, own);
-    return run(p, xs, whose, own);
-  }
-  return run(p, xs, whose, a);
+  // One thread may write over positions or tables that another has yet to read: then copies are read.
+  const bool writes = whose != Outs::kNew && !is_empty(p);
+  const bool positions = writes && a.positions.has_value() && overwrites(p, *a.positions);
+  const bool tables = writes && p.cosine.data != nullptr && (overwrites(p, a.primary) || overwrites(p, *a.secondary));
+  if (!positions && !tables) return run(p, xs, whose, a);
+  const auto copy = [](bool copied, const std::optional<Tensor>& read) {
+    return copied ? std::optional<Tensor>(torch::stable::clone(*read)) : read;
+  };
+  const auto primary = copy(tables, a.primary), secondary = copy(tables, a.secondary);
+  const auto at = copy(positions, a.positions);
+  const Arguments own = {*primary, secondary, at, a.offset, a.options, a.amplitude, a.extras, a.eps};
+  p = problem_of(xs, outs, own);
+  return run(p, xs, whose, own);
 }
 
 // Rotates into the caller's tensors, and into entries of a cache.

@@ -82,7 +82,8 @@ def mrope_batch(  # noqa: PLR0913  (what processors return)
     Args:
         token_types: integers ``(rows, tokens)`` or ``(tokens,)``: 0 for text, 1 for a token of an image, 2 for one
             of a video. Processors of transformers call them ``mm_token_type_ids``. From token ids they are
-            ``(ids == image_token) + 2 * (ids == video_token)``, except for GLM, whose videos have the tokens of images.
+            ``(ids == image_token) + 2 * (ids == video_token)``. GLM marks its videos with the token of images, so there
+            take those of the processor.
         model: the family, by its ``model_type`` in transformers, such as ``"qwen2_5_vl"``.
         images, videos: integers ``(number, 3)``: time, height and width in patches, before merging, in the order of
             the tokens. Processors call them ``image_grid_thw`` and ``video_grid_thw``.

@@ -88,7 +88,7 @@ def check(
 
     Args:
         ids: of any dtype, ``(tokens,)``, ``(rows, tokens)`` or ``(axes, rows, tokens)``; of four axes the first is that
-            of the text, as in transformers. Or positions that are not an offset.
+            of the text, as in transformers. Or :class:`Positions` that have an id for each token.
         attention_mask: ``(rows, tokens)``: 0 or false for padding. Packed rows number their sequences: 1, 2, ….
         cu_seqlens: int32 or int64 ``(sequences + 1,)``, instead of a mask: the packed sequences of a single row.
         token_types: integers like ids of one axis: 0 for text, other numbers for images and videos.
