@@ -187,11 +187,12 @@ void copy_values(const Problem& v) {
 }
 
 // Whether results may be written to the memory of a tensor that the loops read.
-bool overwrites(const Problem& p, const Tensor& read) {
-  const View at(read);
+bool overwrites(const Problem& p, const std::optional<Tensor>& read) {
+  if (!read.has_value()) return false;
+  const View at(*read);
   int64_t entries = 1;
   for (int d = 0; d < at.dims; ++d) entries += (at.size[d] - 1) * at.stride_at(d);
-  const auto* begin = static_cast<const char*>(read.const_data_ptr());
+  const auto* begin = static_cast<const char*>(read->const_data_ptr());
   const char* end = begin + entries * int64_t(sizeof(double));  // the widest entry
   for (int32_t i = 0; i < p.operands; ++i) {
     const Region out = written_by(p, p.operand[i]);
@@ -201,23 +202,38 @@ bool overwrites(const Problem& p, const Tensor& read) {
   return false;
 }
 
+// Positions, tables or phases that one thread may overwrite before another reads them. Phase words belong to us.
+struct Angles {
+  std::optional<Tensor> primary, secondary, positions;
+};
+
+// Copies of all of them, if results overwrite one.
+std::optional<Angles> kept(const Problem& p, const Arguments& a) {
+  if (is_empty(p)) return std::nullopt;
+  const bool given = a.options.source != kWords && (overwrites(p, a.primary) || overwrites(p, a.secondary));
+  if (!given && !overwrites(p, a.positions)) return std::nullopt;
+  const auto copy = [](const std::optional<Tensor>& x) {
+    return x.has_value() ? std::optional<Tensor>(torch::stable::clone(*x)) : x;
+  };
+  return Angles{copy(a.primary), copy(a.secondary), copy(a.positions)};
+}
+
+Arguments with(const Angles& own, const Arguments& a) {
+  return {*own.primary, own.secondary, own.positions, a.offset, a.options, a.amplitude, a.extras, a.eps};
+}
+
 Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
   Problem p = problem_of(xs, outs, a);
   if (is_empty(p) && a.options.is_plain()) return {};
-  STD_TORCH_CHECK(whose == Outs::kNew || is_empty(p) || !memory_overlaps(p, whose), "tightrope: memory overlaps");
-  // One thread may write over positions or tables that another has yet to read: then copies are read.
-  const bool writes = whose != Outs::kNew && !is_empty(p);
-  const bool positions = writes && a.positions.has_value() && overwrites(p, *a.positions);
-  const bool tables = writes && p.cosine.data != nullptr && (overwrites(p, a.primary) || overwrites(p, *a.secondary));
-  if (!positions && !tables) return run(p, xs, whose, a);
-  const auto copy = [](bool copied, const std::optional<Tensor>& read) {
-    return copied ? std::optional<Tensor>(torch::stable::clone(*read)) : read;
-  };
-  const auto primary = copy(tables, a.primary), secondary = copy(tables, a.secondary);
-  const auto at = copy(positions, a.positions);
-  const Arguments own = {*primary, secondary, at, a.offset, a.options, a.amplitude, a.extras, a.eps};
-  p = problem_of(xs, outs, own);
-  return run(p, xs, whose, own);
+  if (whose != Outs::kNew) {
+    STD_TORCH_CHECK(is_empty(p) || !memory_overlaps(p, whose), "tightrope: memory overlaps");
+    if (const auto own = kept(p, a)) {
+      const Arguments after = with(*own, a);
+      p = problem_of(xs, outs, after);
+      return run(p, xs, whose, after);
+    }
+  }
+  return run(p, xs, whose, a);
 }
 
 // Rotates into the caller's tensors, and into entries of a cache.
@@ -234,7 +250,14 @@ void run_slots(const Operands& xs, const Operands& outs, const Arguments& a, con
   place(keys, places);
   STD_TORCH_CHECK(!memory_overlaps(p, Outs::kGiven, values.has_value() ? &*values : nullptr),
                   "tightrope: memory overlaps");
-  run(p, xs, Outs::kGiven, a);
+  if (const auto own = kept(p, a)) {
+    const Arguments after = with(*own, a);
+    Problem q = problem_of(xs, outs, after, true);
+    q.operand[q.operands - 1].places = keys.places;
+    run(q, xs, Outs::kGiven, after);
+  } else {
+    run(p, xs, Outs::kGiven, a);
+  }
   if (values.has_value() && !is_empty(*values)) copy_values(*values);
 }
 

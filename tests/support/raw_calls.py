@@ -483,6 +483,35 @@ def holds(call: Call) -> bool:
     return taken
 
 
+ANGLES = "positions", "tables", "phases"
+
+
+def angles_in(source: str, x: torch.Tensor) -> tuple[Any, ...]:
+    """Return arguments after q and k whose angles lie in the memory of x, [rows, heads, tokens, channels]."""
+    half, some = x.shape[-1] // 2, x[:1, :1, :, : x.shape[-1] // 2]
+    if source == "positions":
+        words = torch.arange(1, half + 1, device=x.device).mul(2**54).view(1, 1, 1, half)
+        angles = words, None, x[:, 0, :, 0][None]
+    elif source == "tables":
+        angles = some, x[:1, 1:2, :, :half], None
+    else:
+        angles = some.view(torch.int32), None, None
+    of = {"positions": schema.WORDS, "tables": schema.HALF, "phases": schema.PHASES}[source]
+    return *angles, 0, schema.Options(source=of, add_index=False).pack(), 1.0
+
+
+def assert_reads_before_it_writes(operators: Any, source: str, x: torch.Tensor) -> None:
+    """Assert that a call reads angles before it writes over them: in place, into `out`, and into a cache."""
+    wanted = operators.rotate(x, None, *angles_in(source, x))[0]
+    own, out, cache = x.clone(), x.clone(), x.clone()
+    operators.rotate_(own, None, *angles_in(source, own))
+    operators.rotate_into(x, None, out, None, *angles_in(source, out))
+    slots = torch.arange(x.shape[0] * x.shape[2], device=x.device).view(x.shape[0], -1)
+    operators.rotate_slots(x, None, cache, None, slots, *angles_in(source, cache))
+    for found in (own, out, cache):
+        assert_same_bits(found, wanted)
+
+
 def freed(x: torch.Tensor) -> torch.Tensor:
     """Return a copy whose storage was freed; its address is 0, or a small number if it has an offset."""
     copy = memory_of(x).clone().as_strided(x.shape, x.stride(), x.storage_offset())

@@ -12,7 +12,16 @@ from torch.utils._pytree import tree_map_only
 
 from tests.support.eight import E4M3, EVERY, LARGEST, codes, stored
 from tests.support.helpers import Watcher, noise
-from tests.support.raw_calls import Call, Draw, angle_gradients, freed_storages, phases, rotation
+from tests.support.raw_calls import (
+    ANGLES,
+    Call,
+    Draw,
+    angle_gradients,
+    assert_reads_before_it_writes,
+    freed_storages,
+    phases,
+    rotation,
+)
 from tests.support.tolerances import assert_same_bits
 from tests.support.triton.cases import (
     DEVICE,
@@ -67,6 +76,14 @@ def test_rows_further_apart_than_32_bits() -> None:
     _, want = operators().angle_gradients(x, None, x, None, *tail()[:5], False, True)
     _, got = operators().angle_gradients(x, None, far_apart(x), None, *tail()[:5], False, True)
     assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("source", ANGLES)
+def test_angles_in_the_memory_that_is_written(source: str) -> None:
+    """Every program reads the old positions, tables or phases, also if an earlier one has rotated them."""
+    assert_reads_before_it_writes(
+        operators(), source, noise(2, 4, 40, 64, seed=1).float().to(DEVICE)
+    )
 
 
 @pytest.mark.parametrize("into", [False, True], ids=["in place", "out"])

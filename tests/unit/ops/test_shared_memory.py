@@ -15,17 +15,11 @@ import torch
 from tests.support import stated
 from tests.support.helpers import noise
 from tests.support.matrix import INDUCTOR, every_pair
+from tests.support.raw_calls import ANGLES, assert_reads_before_it_writes
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope import RopeSpec, gates
 from tightrope.activations import RMSNorm
-from tightrope.functional import (
-    apply_rotary_pos_emb,
-    apply_rotary_pos_emb_,
-    rotate,
-    rotate_,
-    rotate_qk,
-    rotate_qk_,
-)
+from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
 
 SPEC = RopeSpec(8)
 X, VALUES = noise(2, 3, 5, 8) / 4, noise(3, 8, seed=1).abs() + 0.5
@@ -167,22 +161,10 @@ def test_one_tensor_is_not_written_twice_where_there_are_no_addresses() -> None:
         torch.vmap(call)(noise(2, 1, 4, 5, 8))
 
 
-def test_angles_that_several_threads_write_over() -> None:
-    """Every thread needs the old positions or tables: a tile of tokens is divided by its heads."""
+@pytest.mark.parametrize("source", ANGLES)
+def test_angles_that_several_threads_write_over(source: str) -> None:
+    """Every thread needs the old positions, tables or phases: a tile of tokens is divided by its heads."""
     torch.set_num_threads(2)
     x = noise(2, 64, 16, 128).float()
-
-    def by_positions(verb: Callable[..., Any], x: torch.Tensor, of: torch.Tensor) -> Any:
-        return verb(x, RopeSpec(128), of[:, 0, :, 0])
-
-    def by_tables(verb: Callable[..., Any], x: torch.Tensor, of: torch.Tensor) -> Any:
-        tables = of[:1, 0, :, :64], of[:1, 1, :, :64]
-        return verb(x, x * 1, *tables, tables="half")[0]
-
-    for run, anew, own in (
-        (by_positions, rotate, rotate_),
-        (by_tables, apply_rotary_pos_emb, apply_rotary_pos_emb_),
-    ):
-        for _ in range(5):
-            y = x.clone()
-            assert_same_bits(run(own, y, y), run(anew, x, x))
+    for _ in range(5):
+        assert_reads_before_it_writes(torch.ops.tightrope, source, x)

@@ -99,11 +99,10 @@ def run(
     if index >= 0 and torch.accelerator.current_device_index() != index:
         with torch.accelerator.device_index(index):
             return run(q, k, outs, whose, given, slots, eight)
+    if whose != NEW:
+        given = _kept(given, outs)
     primary, secondary, positions, offset, options, amplitude, *more = given
     extras, eps = Arguments(*given)[6:] if more else ((), 0.0)
-    if whose != NEW and any(is_written(t, outs) for t in extras):
-        extras = [t.clone() if is_written(t, outs) else t for t in extras]
-        given = Arguments(*given)._replace(extras=extras)
     # A call of `address` takes as long as all the rest for a tensor.
     q_at = where = at if (at := q.data_ptr()) > NEAR else address(q)
     k_at = key_of_k = ids_at = key_of_ids = None
@@ -179,6 +178,17 @@ def run(
         carries = flat([Carries(slots=handle_of(slots.slot), scale=scale)])
     plan.launches[0].run(*tensors, offset, *carries, *plan.fixed)
     return []
+
+
+def _kept(given: Sequence[Any], outs: _Tensors) -> Sequence[Any]:
+    """Return the arguments with copies of tensors that one program may write before another reads them."""
+
+    def kept(x: torch.Tensor | None) -> torch.Tensor | None:
+        return x.clone() if x is not None and is_written(x, outs) else x
+
+    angles = [*map(kept, given[:3])]
+    extras = [[*map(kept, given[6])]] if len(given) > 6 else []
+    return *angles, *given[3:6], *extras, *given[7:]
 
 
 _CARRIES_NOTHING = flat([Carries()])
