@@ -54,21 +54,27 @@ class Peer:
     given: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
+# The files that suffice, at their paths in the folder of a library.
 PEERS = {
+    # Liger-Kernel: src/liger_kernel/ops/rope.py
     "Liger": Peer(
         "liger_kernel.ops.rope", "LigerRopeFunction", ("liger_kernel", "liger_kernel.ops")
     ),
+    # flash_attn/layers/rotary.py, flash_attn/ops/triton/rotary.py
     "flash-attention": Peer(
         "flash_attn.layers.rotary",
         "apply_rotary_emb",
         ("flash_attn", "flash_attn.layers", "flash_attn.ops", "flash_attn.ops.triton"),
     ),
+    # fla/modules/rotary.py, __init__.py of fla/modules/backends, fla/modules/backends/triton_ascend and fla/ops/backends,
+    # fla/ops/utils/index.py, and in fla/utils: __init__.py, _compat.py, _config.py, _decorators.py, _device.py, _testing.py
     "FLA": Peer(
         "fla.modules.rotary",
         "rotary_embedding",
         ("fla", "fla.modules", "fla.ops", "fla.ops.utils"),
         {"fla.ops.utils": {"prepare_chunk_indices": "fla.ops.utils.index"}},
     ),
+    # xopes/ops/lrpe/rotate/_1d/lrpe_rotate_1d_sp_triton.py, xopes/utils/utils.py, xopes/utils/constant.py
     "xopes": Peer(
         "xopes.ops.lrpe.rotate._1d.lrpe_rotate_1d_sp_triton",
         "lrpe_rotate_1d_sp_triton",
