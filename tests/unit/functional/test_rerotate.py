@@ -230,6 +230,21 @@ def test_to_where_they_are_changes_no_bit(
 # --- caches ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("step, wanted", [(1, (26.0, 2.2)), (180, (26.9, 2.3))])
+def test_keys_drift_by_as_much_as_the_page_says(step: int, wanted: tuple[float, float]) -> None:
+    """In thousandths of the keys' length, after 50 moves in bfloat16: of moved keys, and of those moved once."""
+    spec, start, end = RopeSpec(128, base=500_000.0), 10_000, 10_000 - 50 * step
+    raw = torch.randn(1, 8, 256, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    anchor = rotate(raw, spec, start)
+    moved = anchor.clone()
+    for at in range(start, end, -step):
+        rerotate_(moved, spec, spec, at, at - step)
+    exact = rotate(raw.double(), spec, end)
+    for found, error in zip((moved, rerotate(anchor, spec, spec, start, end)), wanted, strict=True):
+        drift = 1000 * float((found - exact).norm() / exact.norm())
+        assert drift == pytest.approx(error, abs=0.06)
+
+
 def test_keys_with_frequencies_per_head() -> None:
     spec, plain = RopeSpec(4, scaling=Given(((1.0, 0.1), (0.5, 0.01)))), RopeSpec(4)
     k = torch.randn(2, 2, TOKENS, 4)
