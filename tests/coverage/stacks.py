@@ -30,7 +30,7 @@ from benchmarks import pages
 from tightrope import RopeSpec, frequencies, stacks
 from tightrope.functional import rotate_qk
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "stacks.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 RESULTS = Path(__file__).resolve().parent / "rows" / "stacks.json"
 TOKENS, HEADS, BASE = 60, 3, 10000.0
 CAST = ", cast"  # ends the name of a case whose module was cast to the dtype of q and k
@@ -408,7 +408,7 @@ HEADINGS = "name", "library", "rules besides the default", "tables", "rounding",
 
 
 def table() -> str:
-    """Return the table of all stacks for docs/stacks.md."""
+    """Return the table of all stacks for docs/parity.md."""
     rows = []
     for stack in map(stacks.get, stacks.names()):
         rules = ", ".join(sorted(each.__name__ for each in stack.rules if each is not None))
