@@ -77,7 +77,9 @@ class RMSNorm:
                 )
         if isinstance(self.eps, bool) or not isinstance(self.eps, numbers.Real):
             none = (
-                "; None of torch.nn.RMSNorm is torch.finfo(x.dtype).eps" if self.eps is None else ""
+                "; None of torch.nn.RMSNorm is torch.finfo(torch.float32).eps, in 16 bits too"
+                if self.eps is None
+                else ""
             )
             raise bad_type(f"eps must be a number but got {describe(self.eps)}{none}")
         if not 0.0 <= self.eps < math.inf:

@@ -123,7 +123,8 @@ class Rule(Value):
     their dictionaries and the configuration reader then support it.
 
     Attributes:
-        names: its names in configurations (``rope_type``); the first is its name in dictionaries.
+        names: its names in configurations (``rope_type``); the first is its name in dictionaries. A rule without
+            names cannot be saved.
         keys: the names of fields in the rope section of a configuration, where they differ; see :meth:`spellings`.
         by_length: whether the frequencies depend on the length of the sequence. Such a rule has a
             field ``original_max_position``, up to which the frequencies are the same.
@@ -161,6 +162,7 @@ class Rule(Value):
         >>> NTK.spellings()
         {'factor': ('factor', 'alpha')}
         """
+        _check_class(cls)
         usual = {"original_max_position": ("original_max_position_embeddings",)}
         keys = usual | dict(cls.keys)
         return {name: keys.get(name, (name,)) for name in field_names(cls)}
@@ -253,10 +255,23 @@ class Rule(Value):
     def to_dict(self) -> dict[str, Any]:
         """Return the name and fields in JSON types.
 
+        Raises:
+            ValueError: a rule without a name, or whose name belongs to another class since: :meth:`from_dict` would
+                make another rule.
+
         >>> from tightrope.frequencies import Linear
         >>> Linear(4.0).to_dict()
         {'rule': 'linear', 'factor': 4.0}
         """
+        kind = type(self)
+        if not self.names:
+            raise bad_value(
+                f"{kind.__name__} must have names to be saved, such as names = ('mine',)"
+            )
+        if RULES[self.names[0]] is not kind:
+            raise bad_value(
+                f"{kind.__name__} must not be defined anew before its rules are saved; make this rule again"
+            )
         values = map(_listed, self._values())
         return {"rule": self.names[0]} | dict(zip(field_names(type(self)), values, strict=True))
 
@@ -276,7 +291,10 @@ class Rule(Value):
         name = values.pop("rule", None)
         kind = RULES.get(name) if isinstance(name, str) else None
         if kind is None:
-            raise bad_value(f"rule must be one of {', '.join(sorted(RULES))} but got {name!r}")
+            raise bad_value(
+                f"rule must be one of {', '.join(sorted(RULES))} but got {name!r}; a rule of your own is known once "
+                "the module of its class is imported"
+            )
         return from_fields(f"rule {name!r}", kind, values)
 
     # Each method below checks fields and stores their values in the normal type, or raises an error.

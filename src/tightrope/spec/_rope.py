@@ -116,7 +116,8 @@ class RopeSpec(Value):
         """Make a spec from the result of :meth:`to_dict`. For model configurations use :meth:`from_config`.
 
         Raises:
-            ValueError: an unsupported version, unknown or missing keys, or values out of range.
+            ValueError: an unsupported version, no ``head_dim``, unknown keys, a rule whose module is not imported, or
+                values out of range. A missing key has the constructor's default.
             TypeError: values of the wrong type.
         """
         values = dictionary("a spec", saved)

@@ -394,3 +394,24 @@ def test_a_name_has_one_rule() -> None:
             names = ("linear",)
 
     assert before == RULES
+
+
+def test_what_is_saved_is_read_as_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule without a name, or whose class was defined again, is refused when it is saved; one without @dataclass when read."""
+    monkeypatch.setattr("tightrope.frequencies._rule.RULES", dict(RULES))
+
+    def named(*names: str) -> type[Rule]:
+        return dataclass(frozen=True)(type("Mine", (Rule,), {"names": names}))
+
+    with pytest.raises(ValueError, match="Mine must have names to be saved"):
+        named()().to_dict()
+    first = named("mine")()
+    assert Rule.from_dict(first.to_dict()) == first
+    again = named("mine")()  # a cell of a notebook runs once more
+    assert Rule.from_dict(again.to_dict()) == again
+    with pytest.raises(ValueError, match="Mine must not be defined anew"):
+        first.to_dict()
+    with pytest.raises(TypeError, match=r"Bare must be decorated with @dataclass\(frozen=True\)"):
+        type("Bare", (Rule,), {"names": ("bare",)}).spellings()
+    with pytest.raises(ValueError, match="once the module of its class is imported"):
+        Rule.from_dict({"rule": "theirs"})
