@@ -16,8 +16,8 @@ from ._faults import FAULTS
 from ._log import Log
 from ._report import Finding, Report
 from ._search import Hints, NoCallFound
-from ._targets import Target, resolve, subject_of
-from ._together import together
+from ._targets import resolve, subject_of
+from ._together import Target
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LONGEST = 2**20
@@ -96,9 +96,7 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     >>> print(report.codes, report.facts["frequencies"])
     ('sign',) geometric, base 10000
     """
-    found = resolve(target, make=make, layer_type=layer_type, spec=spec)
-    if partner is not None:
-        found = together(found, resolve(partner, make=False, layer_type=None))
+    found = resolve(target, make=make, layer_type=layer_type, spec=spec, partner=partner)
     declared = found.spec if spec is None else spec
     check_options(declared, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)

@@ -26,7 +26,8 @@ from ._near import Near, apart
 from ._profile import NARROW, ODD, SHORT, Profile, measure, wrapped
 from ._report import Comparison, Difference
 from ._search import Hints, NoCallFound
-from ._targets import Target, names_stack, resolve, subject_of
+from ._targets import names_stack, resolve, subject_of
+from ._together import Target
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_COMPARED = "not compared", "not compared"

@@ -1,20 +1,20 @@
-"""A function that makes cosines and sines, and one that applies them, audited as one."""
+"""The target of an audit: a function; or one that makes cosines and sines and one that applies them, as one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from tightrope._errors import bad_value
+from tightrope.spec import RopeSpec
 from tightrope_tools.forms import Argument, Call, calls_of, signature
 
 from ._call import passed
-from ._targets import Target
 
 # Roles of the parameters of a function that makes tables, by their names.
 _NAMES = {
@@ -22,6 +22,31 @@ _NAMES = {
     "length": re.compile(r"len|^end$|^n$|size$"),
     "head_dim": re.compile(r"dim$|^d$"),
 }
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function to audit.
+
+    Attributes:
+        name: its name for the report.
+        fn: the function.
+        make: returns a new function; None if ``fn`` is copied instead.
+        spec: the intended rotation, if known.
+        form, layout, head_dim: how to call it, if known.
+        unread: why a config gave no spec.
+        recorded: whether the conversion record beside a config states "interleaved"; None if there is none.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    make: Callable[[], Callable[..., Any]] | None = None
+    spec: RopeSpec | None = None
+    form: str | None = None
+    layout: str | None = None
+    head_dim: int | None = None
+    unread: str = ""
+    recorded: bool | None = None
 
 
 def together(target: Target, partner: Target) -> Target:
