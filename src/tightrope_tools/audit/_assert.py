@@ -25,8 +25,8 @@ from ._compare import compare
 from ._faults import FAULTS
 from ._near import apart
 from ._profile import SHORT
-from ._search import Hints, NoCallFound
-from ._targets import from_stack, resolve, subject_of
+from ._search import Hints, NoCallFound, subject_of
+from ._targets import from_stack, resolve
 from ._together import Target
 
 # How much two right functions differ: by the roundings of x, relative to the dtype; by those of float32 cosines; and by
@@ -96,14 +96,12 @@ class Variant(NamedTuple):
 
     Attributes:
         what: this argument in words; "" if all are as usual.
-        ignored: what a function does that rotates each row as if from position 0 on.
     """
 
     what: str
     mine: Subject
     theirs: Subject
     calls: tuple[Call, ...]
-    ignored: str = ""
 
 
 class Failure(NamedTuple):
@@ -311,15 +309,13 @@ def _variants(
         yield Variant("tables for half of the channels", one, other, _OTHERS)
     found = left_out(mine.fn, way) if by_tables else {}
     if "offset" in found and way.table_shape == "sd":
-        words = "The offset is ignored: tokens are rotated as if at positions 0 to n − 1"
-        yield Variant("an offset", adding("offset", counts="in tables"), theirs, _OFFSETS, words)
+        yield Variant("an offset", adding("offset", counts="in tables"), theirs, _OFFSETS)
     if "cu_seqlens" in found:
         for layout in dict.fromkeys(("thd", way.layout)):
             one = adding("cu_seqlens", "max_seqlen", table_shape="sd", layout=layout)
             with suppress(CallFailed):
                 one.rotate(one.random(1, 1, 3), [0, 1, 0])
-                words = "Packed rows are numbered through: only the first begins at position 0"
-                yield Variant("packed rows", one, theirs, _PACKED, words)
+                yield Variant("packed rows", one, theirs, _PACKED)
                 break
     if compiled:
         backend = compiled if isinstance(compiled, str) else "inductor"
@@ -381,7 +377,7 @@ def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | 
     Args:
         strict: whether a refusal, another dtype and an overwritten x are differences; with a spec, the audit decides.
     """
-    what, mine, theirs, _, ignored = variant
+    what, mine, theirs, _ = variant
     names, words = ["q", "k"] if mine.way.takes_keys else ["x"], what or call.what
     heads = [1 if theirs.most_heads else n for n in (call.heads, call.keys or call.heads)]
     shapes = [(len(call.ids), n, len(call.ids[0])) for n in heads[: len(names)]]
@@ -401,11 +397,10 @@ def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | 
     except CallFailed as error:
         return Failure(f"A call with {words} is refused", str(error)) if strict else None
     for name, right in wanted.items():
-        got, title = seen[name], f"{name[0].upper()}{name[1:]}"
-        if right is None:
-            continue
-        if got is None:
+        title = f"{name[0].upper()}{name[1:]}"
+        if name not in seen:
             return Failure(f"{title} is missing", "the result does not depend on it for autograd")
+        got = seen[name]
         if name == _AFTER:
             if strict and apart(got, right):
                 return Failure("X is overwritten", "the reference leaves it as it is")
@@ -419,11 +414,10 @@ def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | 
             continue
         sentence = f"{title} comes out differently in a call with {words}"
         evidence = f"{name} differs by up to {size:.4g}, and roundings explain {limit:.2g}"
-        if ignored and name == names[0]:
-            counted = range(len(call.ids[0]))
-            if apart(got, theirs.rotate(xs[0], torch.tensor(counted))) <= limit:
-                sentence = ignored
         if what:
+            counted = [*range(len(call.ids[0]))]
+            if name == names[0] and apart(got, theirs.rotate(xs[0], counted)) <= limit:
+                sentence = f"A call with {what} is rotated as if at positions 0 to n − 1"
             return Failure(sentence, evidence)
         if name not in names:
             return Failure(sentence, evidence, "gradients")
@@ -443,8 +437,8 @@ def _results(
     xs: list[torch.Tensor],
     outs: list[torch.Tensor],
     call: Call,
-) -> dict[str, torch.Tensor | None]:
-    """What a function makes of x, or of q and k, and of gradients; and what is in x afterwards.
+) -> dict[str, torch.Tensor]:
+    """What a function makes of x, or of q and k, and of gradients, if it has any; and what is in x afterwards.
 
     Raises:
         CallFailed: it refuses the call, or the backward pass raises an error.
@@ -459,16 +453,18 @@ def _results(
             ys = subject.rotate_all(given, ids)
         else:
             ys = [subject.rotate(x, ids) for x in given]
-    made: dict[str, torch.Tensor | None] = dict(zip(names, ys))
+    made = dict(zip(names, ys))
     if call.mode != "gradient":
         return made | {_AFTER: torch.cat([x.flatten() for x in given])}
-    found: tuple[torch.Tensor | None, ...] = (None,) * len(names)
-    if all(y.requires_grad for y in ys):
-        incoming = [out.to(y) for out, y in zip(outs, ys)]
-        try:
-            found = torch.autograd.grad(ys, leaves, incoming, allow_unused=True)
-        except Exception as error:  # foreign code
-            raise CallFailed(describe_error(error)) from error
+    if not all(y.requires_grad for y in ys):
+        return made
+    incoming = ((y * out.to(y)).sum() for y, out in zip(ys, outs))
+    # If a result depends on one x alone, the gradient of the other is one of zeros.
+    unused = 0.0 * torch.stack([x.sum() for x in leaves]).sum()
+    try:
+        found = torch.autograd.grad(sum(incoming, unused), leaves)
+    except Exception as error:  # foreign code
+        raise CallFailed(describe_error(error)) from error
     return made | {f"the gradient of {name}": each for name, each in zip(names, found)}
 
 

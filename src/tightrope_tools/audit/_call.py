@@ -250,36 +250,35 @@ class Subject:
     def _placed(self, xs: Xs, ids: torch.Tensor) -> Xs:
         """Call a function that numbers tokens itself on an x in which each token stands at its position."""
         way = self.way
+        start: Any = 0
         if way.counts == "rising" and bool((ids.diff() < 0).any()):
-            order = ids.argsort(dim=-1, stable=True)
-            at = [order[:, None, :, None].expand_as(x) for x in xs]
-            rising = [self.laid_out(x.gather(2, to)) for x, to in zip(xs, at)]
-            ys = self._call(rising, ids.gather(-1, order), 0)
-            return [torch.zeros_like(y).scatter(2, to, y) for y, to in zip(ys, at)]
-        if way.takes_ids or not ids.numel():
+            every, order = ids.sort(dim=-1, stable=True)
+            where = order.argsort(dim=-1)
+        elif way.takes_ids or not ids.numel():
             return self._call(xs, ids, 0)
-        start: Any = int(ids.min()) if way.takes_offset else 0
-        if way.row_offsets:
-            start = ids.amin(-1, keepdim=True) * way.takes_offset
-        size = int((ids - start).max()) + 1
-        counted = torch.arange(ids.shape[-1], device=ids.device)
-        if bool((ids - start == counted).all()) or (way.packed and counted_rows(ids)):
-            return self._call(xs, ids, start)
-        where = [(ids - start).long()[:, None, :, None].expand_as(x) for x in xs]
-        whole = [x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in xs]
-        whole = [each.scatter(2, at, x) for each, at, x in zip(whole, where, xs)]
-        every = torch.arange(size, dtype=ids.dtype, device=ids.device).repeat(len(ids), 1) + start
-        ys = self._call([*map(self.laid_out, whole)], every, start)
-        return [y.gather(2, at) for y, at in zip(ys, where)]
+        else:
+            if way.row_offsets:
+                start = ids.amin(-1, keepdim=True) * way.takes_offset
+            elif way.takes_offset:
+                start = int(ids.min())
+            where = ids - start
+            counted = torch.arange(ids.shape[-1], device=ids.device)
+            if bool((where == counted).all()) or (way.packed and counted_rows(ids)):
+                return self._call(xs, ids, start)
+            every = torch.arange(int(where.max()) + 1, dtype=ids.dtype, device=ids.device)
+            every = every.repeat(len(ids), 1) + start
+        at = [where.long()[:, None, :, None].expand_as(x) for x in xs]
+        whole = [x.new_zeros(*x.shape[:2], every.shape[-1], x.shape[3]) for x in xs]
+        placed = [self.laid_out(each.scatter(2, to, x)) for each, to, x in zip(whole, at, xs)]
+        return [y.gather(2, to) for y, to in zip(self._call(placed, every, start), at)]
 
     def _call(self, xs: Xs, ids: torch.Tensor, start: Any) -> Xs:
         way, rows = self.way, len(xs[0])
         if way.counts == "in tables":
             start, ids = int(ids.min()), torch.arange(int(ids.max()) + 1).expand(rows, -1)
-        values: dict[str, Any] = {
-            "offset": start[:, 0] if way.row_offsets else start,
-            NOTHING: None,
-        }
+        values: dict[str, Any] = {"offset": start, NOTHING: None}
+        if isinstance(start, torch.Tensor):
+            values["offset"] = start[:, 0]
         if way.packed:
             lengths = counted_rows(ids) or [ids.shape[-1]] * rows
             ids = torch.arange(sum(lengths))[None] if counted_rows(ids) else ids.reshape(1, -1)

@@ -25,8 +25,8 @@ from tightrope.config.files import load
 from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
 
-from ._call import Subject, describe_error, undisturbed
-from ._search import Hints, NoCallFound, find_call
+from ._call import describe_error, undisturbed
+from ._search import Hints, NoCallFound, subject_of
 from ._together import Target, together
 
 _FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_][\w.]*)$")
@@ -41,24 +41,6 @@ _VISION = "Vision"
 def names_stack(target: object) -> bool:
     """Return True for ``"stack:NAME"``."""
     return isinstance(target, str) and target.startswith(_STACK)
-
-
-def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str) -> Subject:
-    """Return the subject of a target, with the call that was found for it.
-
-    Args:
-        given: the user's options; the target and the spec fill in what they leave open.
-        spec: the intended rotation, if known. Functions that take tables get those of its frequencies.
-
-    Raises:
-        NoCallFound: see :func:`._search.find_call`.
-    """
-    form, layout, tables, head_dim = given
-    if target.form is not None and form is None:
-        form, layout = target.form, layout or target.layout
-    head_dim = head_dim or target.head_dim or (None if spec is None else spec.head_dim)
-    hints = Hints(form, layout, tables, head_dim)
-    return find_call(target.fn, hints, spec=spec, make=target.make, device=device)
 
 
 def resolve(
@@ -80,8 +62,19 @@ def resolve(
     if partner is not None:
         own = resolve(target, make=make, layer_type=layer_type, spec=spec)
         return together(own, resolve(partner))
+    if isinstance(target, Target):
+        return target
     if isinstance(target, str) and names_stack(target):
         return from_stack(target.removeprefix(_STACK), spec)
+    model = target if isinstance(target, nn.Module) and _is_model(target) else None
+    if model is not None:
+        if any("_tightrope_patch" in vars(each) for each in model.modules()):
+            raise bad_value(
+                "target must be a model as transformers made it, whose functions an audit calls by themselves, but "
+                "this one is patched; call tightrope.unpatch(model) first, or compare what the patched model "
+                "computes, as docs/parity.md shows"
+            )
+        target = model.config
     if isinstance(target, str) and (file := _FILE.match(target)):
         where = Path(file["file"])
         raise bad_value(
@@ -91,17 +84,8 @@ def resolve(
     if isinstance(target, str) and _NAME.match(target):
         name, fn = target, _imported(target)
     elif isinstance(target, str | Path) or is_config(target):
-        found = from_model(config_of(target), layer_type)
+        found = from_model(config_of(target), layer_type, model)
         return replace(found, recorded=recorded_in(target))
-    elif isinstance(target, nn.Module) and _is_model(target):
-        if any("_tightrope_patch" in vars(each) for each in target.modules()):
-            raise bad_value(
-                "target must be a model as transformers made it, whose functions an audit calls by themselves, but "
-                "this one is patched; call tightrope.unpatch(model) first, or compare what the patched model "
-                "computes, as docs/parity.md shows"
-            )
-        found = from_model(target.config, layer_type, target)
-        return replace(found, recorded=recorded_in(target.config))
     elif callable(target):
         name, fn = getattr(target, "__qualname__", None) or type(target).__qualname__, target
     else:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from tightrope._errors import bad_value
 from tightrope.spec import RopeSpec
@@ -110,25 +109,20 @@ def _given(fn: Callable[..., Any]) -> list[Argument]:
     return found
 
 
-class Together(nn.Module):
+@dataclass(frozen=True, eq=False)
+class Together:
     """Two functions as one, whose arguments have the given roles.
 
     What the first returns is passed to the parameters of the second that take tables, in their order.
     """
 
-    def __init__(
-        self,
-        rotary: Callable[..., Any],
-        apply: Callable[..., Any],
-        call: Call,
-        given: list[Argument],
-        roles: list[str],
-    ) -> None:
-        super().__init__()
-        self.rotary, self.apply_function = rotary, apply
-        self.call, self.given, self.roles = call, given, roles
+    rotary: Callable[..., Any]
+    apply_function: Callable[..., Any]
+    call: Call
+    given: list[Argument]
+    roles: list[str]
 
-    def forward(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """Make the tables and apply them."""
         values = dict(zip(self.roles, arguments, strict=True))
         x = values["q"] if "q" in values else values["x"]

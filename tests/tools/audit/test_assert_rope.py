@@ -64,8 +64,8 @@ PUBLIC = {
         public.flash,
         {
             "pairing": "Channels are paired differently",
-            "offset": "The offset is ignored: tokens are rotated as if at positions 0 to n − 1",
-            "restarts": "Packed rows are numbered through: only the first begins at position 0",
+            "offset": "A call with an offset is rotated as if at positions 0 to n − 1",
+            "restarts": "A call with packed rows is rotated as if at positions 0 to n − 1",
             "width": "Other channels rotate",
         },
         {"layout": "bshd"},
@@ -235,6 +235,7 @@ def test_functions_that_count_tokens_themselves() -> None:
         return rotate(x, spec, int(x.shape[2] > 3000))
 
     assert_rope(right, like=lambda x: right(x))
+    assert_rope(right, like=lambda x: right(x.detach()))  # a reference without gradients
     for function, words in (
         (detached, "The gradient of x "),
         (
