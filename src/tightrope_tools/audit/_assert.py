@@ -20,7 +20,7 @@ from tightrope.spec import RopeSpec
 from tightrope_tools.forms import left_out, signature
 
 from ._audit import audit
-from ._call import NOTHING, CallFailed, Subject, describe_error, undisturbed
+from ._call import NOTHING, TABLES, CallFailed, Subject, describe_error, undisturbed
 from ._compare import compare
 from ._faults import FAULTS
 from ._near import apart
@@ -126,7 +126,6 @@ class Failure(NamedTuple):
 # What is in x after a call, by its name among the results.
 _AFTER = "x, afterwards"
 _COMPILED = "torch.compile"
-_INDEXED = {"sd": "[0]", "b1sd": "[:, None]", "bs1d": "[:, :, None]", "s11d": "[0][:, None, None]"}
 
 
 @public("assert_rope")
@@ -486,8 +485,9 @@ def _shown(name: str, subject: Subject, spec: RopeSpec | None) -> tuple[str, ...
     width = 2 * len(subject.rates)
     made = repr(spec) if spec is not None and spec.rotary_dim == width else f"RopeSpec({width})"
     both = f'{made}.cos_sin({_code(last["ids"])}, tables="{way.width}")'
-    if way.table_shape != "bsd":
-        both = f"(t{_INDEXED[way.table_shape]} for t in {both})"
+    if index := TABLES[way.table_shape]:
+        words = (":" if isinstance(each, slice) else str(each) for each in index)
+        both = f"(t[{', '.join(words)}] for t in {both})"
     built = f"({tables[0]},) = tightrope_tools.forms.FORMS[{way.form.name!r}].build(cos, sin)"
     return (call, f"cos, sin = {both}", *[built] * (tables != ("cos", "sin")))
 

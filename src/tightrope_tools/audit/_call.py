@@ -19,13 +19,14 @@ from tightrope_tools.forms import WIDTHS, Argument, Call
 #: packed into one dimension.
 LAYOUTS = ("bhsd", "bshd", "bsd", "sbhd", "thd", "sd")
 
-# Shapes of tables, each with the function that makes it from (batch, sequence, channels).
-TABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "bsd": lambda table: table,
-    "sd": lambda table: table[0],
-    "b1sd": lambda table: table[:, None],
-    "bs1d": lambda table: table[:, :, None],
-    "s11d": lambda table: table[0][:, None, None],
+_ALL = slice(None)
+#: Shapes of tables, each with the index that makes it from (batch, sequence, channels).
+TABLES: dict[str, tuple[Any, ...]] = {
+    "bsd": (),
+    "sd": (0,),
+    "b1sd": (_ALL, None),
+    "bs1d": (_ALL, _ALL, None),
+    "s11d": (0, _ALL, None, None),
 }
 
 
@@ -334,7 +335,8 @@ class Subject:
         angle = ids[..., None].double().cpu() * self.rates
         made = (angle.cos(), angle.sin()) if self.made is None else self.made(ids)
         dtype = x.dtype if way.form.narrow else torch.float32
-        return (TABLES[way.table_shape](WIDTHS[way.width](t).to(x.device, dtype)) for t in made)
+        wide = (WIDTHS[way.width](table).to(x.device, dtype) for table in made)
+        return (table[TABLES[way.table_shape]] for table in wide)
 
     def _turned(self, x: torch.Tensor, tables: Any) -> torch.Tensor:
         """Rotate x by the tables that the function returned."""

@@ -10,6 +10,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -179,20 +180,16 @@ def _is_model(target: nn.Module) -> bool:
     )
 
 
-def _transformers() -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        raise bad_value(
-            "to audit a model's configuration, transformers must be installed but is not"
-        )
-    return importlib.import_module("transformers")
-
-
 def config_of(target: Any) -> Any:
     """Return a config as it is, load that of a file or folder, or make the defaults of a model type."""
     if is_config(target):
         return target
     name, path = str(target), Path(target)
-    library = _transformers()
+    if importlib.util.find_spec("transformers") is None:
+        raise bad_value(
+            "to audit a model's configuration, transformers must be installed but is not"
+        )
+    library: Any = importlib.import_module("transformers")
     values: dict[str, Any] = {}
     if path.is_dir() or path.is_file():
         file = path / "config.json" if path.is_dir() else path
@@ -229,7 +226,9 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
     Args:
         model: take the rotary module of this model, as it is, instead of building one from the config.
     """
-    inner = _text_of(config)
+    inner = config
+    with suppress(AttributeError, ValueError):
+        inner = config.get_text_config()
     spec, unread = _meant(inner, layer_type, model)
     try:
         module, rotary, called = _parts(inner, spec)
@@ -290,14 +289,6 @@ def _maker(
 def _width(tables: Callable[..., Any]) -> int:
     """Return how many channels the cosines of a model have."""
     return int(tables(torch.zeros(1, 1, 2, 8), torch.arange(2)[None])[0].shape[-1])
-
-
-def _text_of(config: Any) -> Any:
-    """Return the part of a config for the language model."""
-    try:
-        return config.get_text_config()
-    except (AttributeError, ValueError):
-        return config
 
 
 def _meant(
