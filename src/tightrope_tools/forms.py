@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,9 @@ import torch
 
 from tightrope import patching
 from tightrope.patching import COS_SIN_NAMES, TABLE_NAMES, WIDTHS as WIDTHS
+
+# Roles that only packed rows have.
+_PACKED = ("cu_seqlens", "max_seqlen")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,15 @@ class Form:
         """True if rows are packed into one, and the caller passes where each begins."""
         return self.roles == ("cu_seqlens",)
 
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The roles that other arguments may have, beside those that rotate."""
+        if self.takes_tables:
+            return ("seq_dim", "positions", "offset", *_PACKED)
+        if self.packed:
+            return ("seq_dim", "max_seqlen")
+        return ("seq_dim", "offset") if "positions" in self.roles else ("seq_dim",)
+
 
 #: Every form by its name; if a signature fits several, the likeliest first.
 FORMS: dict[str, Form] = {
@@ -80,8 +92,6 @@ _NAMES = {
     "seq_dim": re.compile(r"(^|_)seq(uence)?_(dim|axis)$"),
     "positions": re.compile(r"pos(ition)?|(^|_)ids$"),
 }
-# Roles that only packed rows have.
-_PACKED = ("cu_seqlens", "max_seqlen")
 # Names of parameters that never take a tensor to rotate.
 _OTHER = re.compile(r"config|mask|cache|past_key|^grid_(sizes?|thw)$")
 
@@ -147,11 +157,19 @@ def calls_of(function: Any) -> list[Call]:
     Names only suggest what to try; the caller verifies each way numerically.
     """
     seen = signature(function)
-    parameters = [] if seen is None else list(seen.parameters.values())
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+    every = [] if seen is None else list(seen.parameters.values())
+    if any(each.kind is each.VAR_POSITIONAL for each in every):
         return []
-    parameters = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
-    return [call for form in FORMS.values() for call in _bound(form, parameters)]
+    every = [each for each in every if each.kind is not each.VAR_KEYWORD]
+    tables = [each.name for each in every if _names_table(each)]
+    found = []
+    for form in FORMS.values():
+        if len(tables) == len(form.roles) * form.takes_tables:
+            orders = dict.fromkeys((tuple(tables), tuple(tables[::-1])))
+            given = (_arguments(form, every, dict(zip(order, form.roles))) for order in orders)
+            calls = [Call(form, each) for each in given if each is not None]
+            found += sorted(calls, key=lambda call: not call.names_its_form)
+    return found
 
 
 def left_out(function: Any, call: Call) -> dict[str, Argument]:
@@ -166,24 +184,13 @@ def left_out(function: Any, call: Call) -> dict[str, Argument]:
     return found
 
 
-def _bound(form: Form, parameters: Sequence[inspect.Parameter]) -> Iterator[Call]:
-    """The calls of one form that fit a function's parameters, if any."""
-    tables = [
-        each.name
-        for each in parameters
-        if (COS_SIN_NAMES.search(each.name) or TABLE_NAMES.search(each.name))
-        and each.default in (None, each.empty)
-        and not (each.default is None and _role(each) == "seq_dim")
-    ]
-    if len(tables) != (len(form.roles) if form.takes_tables else 0):
-        return
-    calls = []
-    for order in [tables, tables[::-1]][: max(1, len(tables))]:
-        roles = dict(zip(order, form.roles)) if form.takes_tables else {}
-        arguments = _arguments(form, parameters, roles)
-        if arguments is not None:
-            calls.append(Call(form, arguments))
-    yield from sorted(calls, key=lambda call: not call.names_its_form)
+def _names_table(parameter: inspect.Parameter) -> bool:
+    """True if a parameter that must be given, or is None by default, has the name of a table."""
+    name, default = parameter.name, parameter.default
+    if default is None and _role(parameter) == "seq_dim":
+        return False
+    named = COS_SIN_NAMES.search(name) or TABLE_NAMES.search(name)
+    return named is not None and default in (None, parameter.empty)
 
 
 def _role(parameter: inspect.Parameter) -> str | None:
@@ -196,42 +203,30 @@ def _arguments(
     form: Form, parameters: Sequence[inspect.Parameter], tables: Mapping[str, str]
 ) -> tuple[Argument, ...] | None:
     """The arguments of a call of one form; None if a parameter that is required has no role in it."""
-    found: list[Argument] = []
-    rotated = 0
+    found: dict[str, Argument] = {}
     for each in parameters:
         optional = each.default is not each.empty
         role = tables.get(each.name) or _role(each)
         if role in (None, "q", "k"):
-            role = _rotated(form, each, role, rotated)
-            rotated += role is not None
-            if role is None and not optional:
-                return None
-        elif role == "seq_dim" and form.takes_tables and optional:
-            role = None
-        elif role in _PACKED:
-            if optional and not form.packed:
-                role = None
-            elif not (form.takes_tables or form.packed):
-                return None
-        elif role in ("positions", "offset") and role not in form.roles:
+            role = _rotated(form, each, role, len({"x", "k"} & found.keys()))
+        elif role not in form.roles and (
+            role not in form.others or (optional and (form.takes_tables or role == "offset"))
+        ):
             # Where optional, a remnant of functions that indexed their tables themselves.
-            unused = (form.takes_tables or form.packed) and optional
-            if unused or (role == "offset" and "positions" in form.roles):
-                role = None
-            elif role == "offset" or not form.takes_tables:
+            unused = form.takes_tables or form.packed or "positions" in form.roles
+            if not unused and role not in _PACKED:
                 return None
-        if role is not None and any(one.role == role for one in found):
+            role = None
+        if role is None or role in found:
             if not optional:
                 return None
-            role = None
-        if role is not None:
-            found.append(Argument(role, each.name, optional or each.kind is each.KEYWORD_ONLY))
-    roles = {one.role for one in found}
-    if not rotated or not set(form.roles) <= roles or (form.gives_tables and len(found) != 2):
+            continue
+        found[role] = Argument(role, each.name, optional or each.kind is each.KEYWORD_ONLY)
+    if not {"x", *form.roles} <= found.keys() or (form.gives_tables and len(found) != 2):
         return None
-    if "k" in roles:
-        found = [one._replace(role="q") if one.role == "x" else one for one in found]
-    return tuple(found)
+    if "k" in found:
+        found["x"] = found["x"]._replace(role="q")
+    return tuple(found.values())
 
 
 def _rotated(form: Form, each: inspect.Parameter, role: str | None, before: int) -> str | None:

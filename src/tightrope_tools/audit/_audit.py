@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -12,16 +12,13 @@ from tightrope.spec import RopeSpec
 
 from . import _calls, _corrections, _frequencies, _ids, _rotation, _scores
 from ._call import CallFailed, Subject, describe_error, undisturbed
-from ._faults import FAULTS
 from ._log import Log
-from ._report import Finding, Report
-from ._search import Hints, NoCallFound
-from ._targets import Target, resolve, subject_of
-from ._together import together
+from ._report import Report, unseen
+from ._search import Hints, NoCallFound, subject_of
+from ._targets import resolve
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LONGEST = 2**20
-_NO_HINTS = Hints()
 
 
 @public("audit")
@@ -39,7 +36,6 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     make: bool = False,
     layer_type: str | None = None,
     device: str = "cpu",
-    progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Test a rotary function as a black box: identify its rotation and find its faults.
 
@@ -75,8 +71,6 @@ def audit(  # noqa: PLR0913  (one argument for each option)
             from it; if not, a deep copy of the target, which does not reset state kept outside the object.
         layer_type: the layer type of a model to audit, if its layers differ.
         device: the device of the tensors passed to the function.
-        progress: called with the name of each check before it starts; it must not print to
-            ``sys.stdout``, which is redirected during the audit.
 
     Returns:
         A :class:`Report`. Its ``ok`` is False if there are errors or warnings; ``findings`` are the errors, warnings
@@ -96,40 +90,16 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     >>> print(report.codes, report.facts["frequencies"])
     ('sign',) geometric, base 10000
     """
-    found = resolve(target, make=make, layer_type=layer_type, spec=spec)
-    if partner is not None:
-        found = together(found, resolve(partner, make=False, layer_type=None))
+    found = resolve(target, make=make, layer_type=layer_type, spec=spec, partner=partner)
     declared = found.spec if spec is None else spec
-    check_options(declared, head_dim, device)
+    check_options(declared, head_dim, device, dtypes, longest)
     hints = Hints(form, layout, tables, head_dim)
-    hints.check()
-    check_extent(dtypes, longest)
-    return audit_target(found, declared, hints, dtypes, longest, device, progress)
-
-
-def audit_target(
-    found: Target,
-    declared: RopeSpec | None,
-    hints: Hints = _NO_HINTS,
-    dtypes: Sequence[torch.dtype] = _DTYPES,
-    longest: int = _LONGEST,
-    device: str = "cpu",
-    progress: Callable[[str], None] | None = None,
-) -> Report:
-    """Audit a resolved target; arguments as in :func:`audit`.
-
-    Args:
-        declared: the intended rotation, if known.
-    """
     with undisturbed():
         try:
             subject = subject_of(found, hints, declared, device)
         except NoCallFound as error:
-            fault = FAULTS["cannot-call"]
-            only = Finding("cannot-call", fault.severity, fault.sentence, str(error), fault.mend)
-            return Report(found.name, {}, (only,))
-        log = Log(found.name, subject, declared, tuple(dtypes), longest, progress=progress)
-        log.recorded = found.recorded
+            return unseen(found.name, "cannot-call", str(error))
+        log = Log(found.name, subject, declared, tuple(dtypes), longest, recorded=found.recorded)
         log.facts.update(_facts(subject))
         if declared is not None:
             log.facts["declared"] = repr(declared)
@@ -146,40 +116,38 @@ def audit_target(
         return log.report()
 
 
-def check_options(spec: RopeSpec | None, head_dim: int | None, device: str) -> None:
-    """Refuse a spec with which no function can be compared, and a device that is not there."""
+def check_options(
+    spec: RopeSpec | None,
+    head_dim: int | None,
+    device: str,
+    dtypes: Sequence[torch.dtype] = _DTYPES,
+    longest: int = _LONGEST,
+) -> None:
+    """Refuse what an audit cannot test: a device that is not there, some specs, dtypes and lengths."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise bad_value(
             f"device {device!r} must be available but torch raised {describe_error(error)}"
         ) from None
-    if spec is None:
-        return
-    if not isinstance(spec, RopeSpec):
+    if spec is not None and not isinstance(spec, RopeSpec):
         raise bad_type(f"spec must be a RopeSpec or None but got {spec!r}")
-    if head_dim is not None and head_dim != spec.head_dim:
+    if spec is not None and head_dim not in (None, spec.head_dim):
         raise bad_value(
             f"head_dim must be that of the spec, {spec.head_dim}, or None but got {head_dim}"
         )
-    if len(spec.frequencies().inv_freq.shape) > 1:
+    if spec is not None and len(spec.frequencies().inv_freq.shape) > 1:
         raise bad_value(
             "spec must have the same frequencies for all heads, as the audit measures one head, but "
             f"got {spec!r}"
         )
-
-
-def check_extent(dtypes: Sequence[torch.dtype], longest: int) -> None:
-    """Refuse dtypes and lengths that an audit does not test."""
-    allowed = (torch.float32, torch.bfloat16, torch.float16)
-    if any(dtype not in allowed for dtype in dtypes):
+    if not {*dtypes} <= {torch.float32, torch.bfloat16, torch.float16}:
         raise bad_value(f"dtypes must be among float32, bfloat16, float16 but got {list(dtypes)}")
     if torch.float32 not in dtypes:
         raise bad_value(f"dtypes must include float32 but got {list(dtypes)}")
-    if longest < 128:
-        raise bad_value(f"longest must be at least 128 but got {longest}")
-    if longest > LONGEST:
-        raise bad_value(f"longest must be at most {LONGEST} but got {longest}")
+    if not 128 <= longest <= LONGEST:
+        bound = "at least 128" if longest < 128 else f"at most {LONGEST}"
+        raise bad_value(f"longest must be {bound} but got {longest}")
 
 
 def _facts(subject: Subject) -> dict[str, str]:

@@ -16,24 +16,17 @@ from tightrope.functional import apply_rotary_pos_emb
 from tightrope_tools.forms import WIDTHS, Argument, Call
 
 #: Layouts of x, likeliest first: b is batch, h heads, s sequence, d channels, t the tokens of all sequences
-#: packed into one dimension. Each has functions from and to (batch, heads, sequence, channels).
-_LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
-    "bhsd": (lambda x: x, lambda y: y),
-    "bshd": (lambda x: x.transpose(1, 2), lambda y: y.transpose(1, 2)),
-    "bsd": (lambda x: x[:, 0], lambda y: y[:, None]),
-    "sbhd": (lambda x: x.permute(2, 0, 1, 3), lambda y: y.permute(1, 2, 0, 3)),
-    "thd": (lambda x: x[0].transpose(0, 1), lambda y: y.transpose(0, 1)[None]),
-    "sd": (lambda x: x[0, 0], lambda y: y[None, None]),
-}
-LAYOUTS = tuple(_LAYOUTS)
+#: packed into one dimension.
+LAYOUTS = ("bhsd", "bshd", "bsd", "sbhd", "thd", "sd")
 
-# Shapes of tables, each with the function that makes it from (batch, sequence, channels).
-TABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "bsd": lambda table: table,
-    "sd": lambda table: table[0],
-    "b1sd": lambda table: table[:, None],
-    "bs1d": lambda table: table[:, :, None],
-    "s11d": lambda table: table[0][:, None, None],
+_ALL = slice(None)
+#: Shapes of tables, each with the index that makes it from (batch, sequence, channels).
+TABLES: dict[str, tuple[Any, ...]] = {
+    "bsd": (),
+    "sd": (0,),
+    "b1sd": (_ALL, None),
+    "bs1d": (_ALL, _ALL, None),
+    "s11d": (0, _ALL, None, None),
 }
 
 
@@ -67,6 +60,27 @@ Xs = list[torch.Tensor]
 Positions = torch.Tensor | Sequence[Any]
 
 
+def _order(layout: str) -> tuple[list[int], list[int], tuple[int, ...]]:
+    """How a layout orders (batch, heads, sequence, channels), first those that it lacks; the inverse; an index of these."""
+    held = ["bhsd".index(each) for each in layout.replace("t", "s")]
+    order = [*(n for n in range(4) if n not in held), *held]
+    return order, [order.index(n) for n in range(4)], (0,) * (4 - len(held))
+
+
+def _into(x: torch.Tensor, layout: str) -> torch.Tensor:
+    order, _, lacks = _order(layout)
+    return x.permute(order)[lacks]
+
+
+def _back(y: torch.Tensor, layout: str) -> torch.Tensor:
+    _, inverse, lacks = _order(layout)
+    return y[(None,) * len(lacks)].permute(inverse)
+
+
+#: The role of an argument that is None in each call, such as k where q rotates alone.
+NOTHING = "nothing"
+
+
 @dataclass(frozen=True)
 class Way(Call):
     """One way to call a function, including layouts and shapes of the arguments.
@@ -80,7 +94,8 @@ class Way(Call):
         axes: the number of coordinates of a position. With several, positions ``(axes, rows, tokens)`` with
             equal coordinates, as in text, are passed on.
         counts: which calls a function of positions gets, if it does not rotate each token by its own: "from 0" or
-            "from the first", calls with one position after the other; "rising", with positions in this order.
+            "from the first", calls with one position after the other; "rising", with positions in this order;
+            "in tables", tables from position 0 on, of which an offset states the first.
     """
 
     layout: str = "bhsd"
@@ -149,6 +164,7 @@ class Subject:
         one_row, one_head: whether each call gets one row, or one head, because others depend on their number or place.
         side: 0 to rotate as q, 1 to rotate as k, if the function takes both.
         given: the tables that ``fn`` got, each with a copy made before the call.
+        last: the arguments of the last call by their roles, and as "ids" the positions of its tables.
     """
 
     fn: Callable[..., Any]
@@ -163,6 +179,7 @@ class Subject:
     side: int = 0
     made: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     given: list[Any] = field(default_factory=list, compare=False)
+    last: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def keys(self) -> Subject:
         """Return the function of k alone, of a function of q and k."""
@@ -180,7 +197,7 @@ class Subject:
 
     def fresh(self) -> Subject:
         """Return the subject with a function that has not been called yet, if possible."""
-        return replace(self, fn=fresh(self.fn, self.make), given=[])
+        return replace(self, fn=fresh(self.fn, self.make), given=[], last={})
 
     def random(
         self, rows: int, heads: int, tokens: int, *, dtype: Any = torch.float32, seed: int = 0
@@ -192,12 +209,8 @@ class Subject:
 
     def laid_out(self, x: torch.Tensor) -> torch.Tensor:
         """Return x on the device, with the strides of a contiguous tensor in the function's own layout."""
-        layout = "bshd" if self.way.packed and self.way.layout == "thd" else self.way.layout
-        order = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "thd": (2, 0, 1, 3)}.get(
-            layout, (0, 1, 2, 3)
-        )
-        back = [order.index(axis) for axis in range(4)]
-        return x.to(self.device).permute(order).contiguous().permute(back)
+        order, inverse, _ = _order(self.way.layout)
+        return x.to(self.device).permute(order).contiguous().permute(inverse)
 
     def ids(self, positions: Positions, rows: int) -> torch.Tensor:
         """Return positions ``(rows, tokens)`` on the device."""
@@ -238,31 +251,35 @@ class Subject:
     def _placed(self, xs: Xs, ids: torch.Tensor) -> Xs:
         """Call a function that numbers tokens itself on an x in which each token stands at its position."""
         way = self.way
+        start: Any = 0
         if way.counts == "rising" and bool((ids.diff() < 0).any()):
-            order = ids.argsort(dim=-1, stable=True)
-            at = [order[:, None, :, None].expand_as(x) for x in xs]
-            rising = [self.laid_out(x.gather(2, to)) for x, to in zip(xs, at)]
-            ys = self._call(rising, ids.gather(-1, order), 0)
-            return [torch.zeros_like(y).scatter(2, to, y) for y, to in zip(ys, at)]
-        if way.takes_ids or not ids.numel():
+            every, order = ids.sort(dim=-1, stable=True)
+            where = order.argsort(dim=-1)
+        elif way.takes_ids or not ids.numel():
             return self._call(xs, ids, 0)
-        start: Any = int(ids.min()) if way.takes_offset else 0
-        if way.row_offsets:
-            start = ids.amin(-1, keepdim=True) * way.takes_offset
-        size = int((ids - start).max()) + 1
-        counted = torch.arange(ids.shape[-1], device=ids.device)
-        if bool((ids - start == counted).all()) or (way.packed and counted_rows(ids)):
-            return self._call(xs, ids, start)
-        where = [(ids - start).long()[:, None, :, None].expand_as(x) for x in xs]
-        whole = [x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in xs]
-        whole = [each.scatter(2, at, x) for each, at, x in zip(whole, where, xs)]
-        every = torch.arange(size, dtype=ids.dtype, device=ids.device).repeat(len(ids), 1) + start
-        ys = self._call([*map(self.laid_out, whole)], every, start)
-        return [y.gather(2, at) for y, at in zip(ys, where)]
+        else:
+            if way.row_offsets:
+                start = ids.amin(-1, keepdim=True) * way.takes_offset
+            elif way.takes_offset:
+                start = int(ids.min())
+            where = ids - start
+            counted = torch.arange(ids.shape[-1], device=ids.device)
+            if bool((where == counted).all()) or (way.packed and counted_rows(ids)):
+                return self._call(xs, ids, start)
+            every = torch.arange(int(where.max()) + 1, dtype=ids.dtype, device=ids.device)
+            every = every.repeat(len(ids), 1) + start
+        at = [where.long()[:, None, :, None].expand_as(x) for x in xs]
+        whole = [x.new_zeros(*x.shape[:2], every.shape[-1], x.shape[3]) for x in xs]
+        placed = [self.laid_out(each.scatter(2, to, x)) for each, to, x in zip(whole, at, xs)]
+        return [y.gather(2, to) for y, to in zip(self._call(placed, every, start), at)]
 
     def _call(self, xs: Xs, ids: torch.Tensor, start: Any) -> Xs:
-        way, (into, back), rows = self.way, _LAYOUTS[self.way.layout], len(xs[0])
-        values: dict[str, Any] = {"offset": start[:, 0] if way.row_offsets else start}
+        way, rows = self.way, len(xs[0])
+        if way.counts == "in tables":
+            start, ids = int(ids.min()), torch.arange(int(ids.max()) + 1).expand(rows, -1)
+        values: dict[str, Any] = {"offset": start, NOTHING: None}
+        if isinstance(start, torch.Tensor):
+            values["offset"] = start[:, 0]
         if way.packed:
             lengths = counted_rows(ids) or [ids.shape[-1]] * rows
             ids = torch.arange(sum(lengths))[None] if counted_rows(ids) else ids.reshape(1, -1)
@@ -271,12 +288,14 @@ class Subject:
             xs = [x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for x in xs]
         values["seq_dim"] = way.layout.replace("t", "s").index("s")
         values["positions"] = self._positions(ids)
-        values |= zip(("q", "k") if way.takes_keys else ("x",), map(into, xs))
+        given = [_into(x, way.layout) for x in xs]
+        values |= zip(("q", "k") if way.takes_keys else ("x",), given)
         if way.takes_rows:
             count = torch.arange(ids.numel(), device=ids.device)
             values["positions"] = count.reshape(ids.shape)
         if (build := way.form.build) is not None:
-            tables = build(*self._tables(xs[0], ids.reshape(1, -1) if way.takes_rows else ids))
+            values["ids"] = ids.reshape(1, -1) if way.takes_rows else ids
+            tables = build(*self._tables(xs[0], values["ids"]))
             values |= zip(way.form.roles, tables)
             held = [each for each in tables if isinstance(each, torch.Tensor)]
             self.given.extend((each, each.clone()) for each in held)
@@ -284,16 +303,18 @@ class Subject:
         if way.form.gives_tables:
             return [self._turned(x, result) for x in xs]
         if not way.takes_keys:
-            result = (result,)
+            first = NOTHING in way.roles and isinstance(result, (tuple, list))
+            result = (result[0] if first else result,)
         elif not isinstance(result, (tuple, list)) or len(result) < 2:
             raise CallFailed(f"it returned {type(result).__name__}, not a tuple of q and k")
-        ys = [back(like(y, into(x))) for y, x in zip(result, xs)]
+        ys = [_back(like(y, x), way.layout) for y, x in zip(result, given)]
         if way.packed:
             ys = [y.transpose(1, 2)[0].unflatten(0, (rows, -1)).transpose(1, 2) for y in ys]
         return ys
 
     def run(self, values: dict[str, Any]) -> Any:
         """Call the function with arguments by role, and return its unchecked result."""
+        self.last.update(values)
         positional, named = passed(self.way.arguments, values)
         try:
             fn = fresh(self.fn, self.make) if self.renew else self.fn
@@ -314,7 +335,8 @@ class Subject:
         angle = ids[..., None].double().cpu() * self.rates
         made = (angle.cos(), angle.sin()) if self.made is None else self.made(ids)
         dtype = x.dtype if way.form.narrow else torch.float32
-        return (TABLES[way.table_shape](WIDTHS[way.width](t).to(x.device, dtype)) for t in made)
+        wide = (WIDTHS[way.width](table).to(x.device, dtype) for table in made)
+        return (table[TABLES[way.table_shape]] for table in wide)
 
     def _turned(self, x: torch.Tensor, tables: Any) -> torch.Tensor:
         """Rotate x by the tables that the function returned."""

@@ -25,8 +25,9 @@ from ._log import Log
 from ._near import Near, apart
 from ._profile import NARROW, ODD, SHORT, Profile, measure, wrapped
 from ._report import Comparison, Difference
-from ._search import Hints, NoCallFound
-from ._targets import Target, names_stack, resolve, subject_of
+from ._search import Hints, NoCallFound, subject_of
+from ._targets import names_stack, resolve
+from ._together import Target
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_COMPARED = "not compared", "not compared"
@@ -96,7 +97,6 @@ def compare(  # noqa: PLR0913  (one argument for each option)
     spec = spec or targets[0].spec or targets[1].spec
     check_options(spec, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)
-    hints.check()
     sides: list[_Side] = []
     with undisturbed():
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +49,6 @@ class Log:
     profile: Profile | None = None
     identity: Identity | None = None
     along_heads: bool = False
-    progress: Callable[[str], None] | None = None
     recorded: bool | None = None
     near: Near = field(init=False)
 
@@ -115,8 +114,6 @@ class Log:
     def check(self, name: str) -> Iterator[Subject]:
         """Run a check on a fresh subject; record the outcome. Notes alone count as passed."""
         before = len(self.findings)
-        if self.progress is not None:
-            self.progress(name)
         try:
             yield self.subject.fresh()
         except CallFailed as error:

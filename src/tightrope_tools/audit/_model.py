@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,8 @@ from tightrope._errors import public
 from tightrope.config import LayerSpecs, from_config, sections
 from tightrope.spec import RopeSpec
 
-from ._audit import audit_target, check_extent, check_options
-from ._faults import FAULTS
-from ._report import Finding, Report, verdict
+from ._audit import audit, check_options
+from ._report import Report, unseen, verdict
 from ._targets import config_of, from_model, recorded_in
 
 
@@ -47,12 +46,6 @@ class ModelReport:
         parts = {name: report.to_dict() for name, report in self.parts.items()}
         return {"version": 2, "ok": self.ok, "target": self.target, "parts": parts}
 
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> ModelReport:
-        """Restore a report from :meth:`to_dict`."""
-        parts = {name: Report.from_dict(each) for name, each in saved["parts"].items()}
-        return cls(saved["target"], parts)
-
     def rows(self) -> list[tuple[str, ...]]:
         """Return a row for each part: the verdict, its name, what was declared and what was not seen."""
         rows: list[tuple[str, ...]] = []
@@ -76,7 +69,6 @@ def audit_model(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     longest: int = 2**20,
     device: str = "cpu",
-    progress: Callable[[str], None] | None = None,
 ) -> ModelReport:
     """Audit every part of a model of transformers that rotates.
 
@@ -85,7 +77,7 @@ def audit_model(
 
     Args:
         target: a config, its file or folder, or a model type such as ``"llama"``.
-        dtypes, longest, device, progress: as in :func:`audit`.
+        dtypes, longest, device: as in :func:`audit`.
 
     Returns:
         A :class:`ModelReport`, with a report for every part; one that cannot be called is listed with the reason.
@@ -98,8 +90,7 @@ def audit_model(
     ['sliding_attention', 'full_attention']
     """
     config = config_of(target)
-    check_options(None, None, device)
-    check_extent(dtypes, longest)
+    check_options(None, None, device, dtypes, longest)
     parts = {}
     for section, layer_type, spec in _parts_of(config):
         name = ": ".join(filter(None, (section, layer_type)))
@@ -108,11 +99,11 @@ def audit_model(
             found = from_model(own, layer_type)
             title = ", ".join(filter(None, (name, found.name)))
             found = replace(found, name=title, recorded=recorded_in(target, section))
-            parts[name or "whole model"] = audit_target(
-                found, found.spec, dtypes=dtypes, longest=longest, device=device, progress=progress
-            )
+            report = audit(found, dtypes=dtypes, longest=longest, device=device)
         except (AttributeError, ValueError) as error:
-            parts[name or "whole model"] = _unseen(name, spec, str(error))
+            declared = "nothing" if spec is None else repr(spec)
+            report = unseen(name, "not-seen", str(error), declared=declared)
+        parts[name or "whole model"] = report
     return ModelReport(str(config.model_type), parts)
 
 
@@ -128,11 +119,3 @@ def _parts_of(config: Any) -> Iterator[tuple[str, str | None, RopeSpec | None]]:
             yield from ((section, kind, spec) for kind, spec in read.items() if spec is not None)
         else:
             yield section, None, read
-
-
-def _unseen(name: str, spec: RopeSpec | None, why: str) -> Report:
-    """The report of a part that cannot be called."""
-    declared = "nothing" if spec is None else repr(spec)
-    fault = FAULTS["not-seen"]
-    only = Finding("not-seen", fault.severity, fault.sentence, why, fault.mend)
-    return Report(name, {"declared": declared}, (only,))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ._faults import FAULTS
+
 SEVERITIES = ("error", "warning", "note")
 """From worst to mildest: wrong results; doubtful results; things to know."""
 
@@ -97,17 +99,6 @@ class Report:
         """Return the report in JSON types, with a format version."""
         return {"version": 2, "ok": self.ok} | asdict(self)
 
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Report:
-        """Restore a report from :meth:`to_dict`."""
-        return cls(
-            saved["target"],
-            saved["facts"],
-            tuple(Finding(**each) for each in saved["findings"]),
-            tuple(Check(**each) for each in saved["checks"]),
-            tuple(AngleError(**each) for each in saved["angle_errors"]),
-        )
-
     def __str__(self) -> str:
         lines = [f"audit of {self.target}", verdict(self)]
         lines += [f"  {name:<18} {value}" for name, value in self.facts.items()]
@@ -115,6 +106,13 @@ class Report:
             lines += ["", f"{finding.severity.upper()} {finding.code}: {finding.sentence}"]
             lines += [f"  {text}" for text in (finding.evidence, finding.mend) if text]
         return "\n".join(lines)
+
+
+def unseen(target: str, kind: str, why: str, **facts: str) -> Report:
+    """Return the report on a function that could not be called, with the finding of a kind."""
+    fault = FAULTS[kind]
+    only = Finding(kind, fault.severity, fault.sentence, why, fault.mend)
+    return Report(target, facts, (only,))
 
 
 @dataclass(frozen=True)
@@ -148,16 +146,6 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison in JSON types, with a format version."""
         return {"version": 2, "ok": self.ok} | asdict(self)
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Comparison:
-        """Restore a comparison from :meth:`to_dict`."""
-        facts, shares = (
-            {name: tuple(values) for name, values in saved[part].items()}
-            for part in ("facts", "shares")
-        )
-        differences = tuple(Difference(**each) for each in saved["differences"])
-        return cls(saved["first"], saved["second"], facts, differences, shares)
 
 
 def verdict(report: Report) -> str:

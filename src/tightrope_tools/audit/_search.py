@@ -17,6 +17,7 @@ from tightrope.spec import RopeSpec
 from tightrope_tools.forms import FORMS, WIDTHS, Argument, Call, calls_of, signature
 
 from ._call import LAYOUTS, CallFailed, Subject, Way, fresh
+from ._together import Target
 
 _HEAD_DIMS = (64, 128, 32, 96, 80, 256, 48, 16, 8)
 _HINTS = ("head_dim", "head_size", "dim", "rotary_dim", "rot_dim", "d_head")
@@ -46,12 +47,11 @@ class Hints(NamedTuple):
         """Refuse options that no call can meet."""
         if self.form is not None:
             parse(self.form)
-        for name, value, known in (
-            ("layout", self.layout, LAYOUTS),
-            ("tables", self.tables, WIDTHS),
-        ):
-            if value is not None and value not in known:
-                raise bad_value(f"{name} must be one of {', '.join(known)} but got {value!r}")
+        known = {"layout": LAYOUTS, "tables": tuple(WIDTHS)}
+        for name, values in known.items():
+            value = getattr(self, name)
+            if value not in (None, *values):
+                raise bad_value(f"{name} must be one of {', '.join(values)} but got {value!r}")
         if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
             raise bad_value(f"head_dim must be even and positive but got {self.head_dim}")
 
@@ -67,62 +67,60 @@ class NoCallFound(Exception):
         super().__init__(reasons or "the names of its arguments do not show their roles")
 
 
-def find_call(
-    fn: Callable[..., Any],
-    hints: Hints,
-    *,
-    spec: RopeSpec | None,
-    make: Callable[[], Callable[..., Any]] | None,
-    device: str,
-) -> Subject:
-    """Return the subject with the first call whose result has the right shape and differs by token.
+def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str) -> Subject:
+    """Return the subject of a target, with the first call whose result has the right shape and differs by token.
 
     If no result does, the first call whose result has the right shape is taken, preferably one whose result
     differs by head.
 
     Args:
-        hints: the user's options.
+        given: the user's options; the target and the spec fill in what they leave open.
         spec: the intended rotation, if known. The tables that the audit makes have its frequencies and, unless
             the function takes only others, its number of channels.
 
     Raises:
         NoCallFound: no call gives a result of the right shape.
     """
-    axes = 1 if spec is None else spec.axis_count
-    found_calls = _calls(fn) if hints.form is None else [parse(hints.form)]
-    calls = [Way(call.form, call.arguments) for call in found_calls]
-    calls = [replace(way, axes=axes) if way.takes_positions else way for way in calls]
-    dims = _dims_of(fn) if hints.head_dim is None else [hints.head_dim]
+    given.check()
+    fn, make = target.fn, target.make
+    form, layout = given.form or target.form, given.layout or target.layout
+    head_dim = given.head_dim or target.head_dim or (None if spec is None else spec.head_dim)
+    calls = [
+        Way(each.form, each.arguments) for each in (_calls(fn) if form is None else [parse(form)])
+    ]
+    if spec is not None:
+        axes = spec.axis_count
+        calls = [replace(way, axes=axes) if way.takes_positions else way for way in calls]
+    dims = _dims_of(fn) if head_dim is None else [head_dim]
     sizes = [(dim, dim if spec is None else spec.rotary_dim, calls) for dim in dims]
-    if hints.head_dim is not None:
+    if head_dim is not None:
         # If no tables of that size give a rotation, the function may rotate another slice: one whose
         # tables are as wide as those tried, in another format, or a usual one.
         with_tables = [call for call in calls if call.form.takes_tables and call.names_its_form]
         first = sizes[0][1]
-        widths = {hints.head_dim, 2 * first, first // 2, *range(8, hints.head_dim, 8)} - {first}
+        widths = {head_dim, 2 * first, first // 2, *range(8, head_dim, 8)} - {first}
         # Tables for one pair may have one entry, which fits any slice.
-        sizes += [(hints.head_dim, width, with_tables) for width in sorted(widths) if width > 2]
+        sizes += [(head_dim, width, with_tables) for width in sorted(widths) if width > 2]
     # A function that does not rotate by token can still be audited: that is a finding.
-    others: dict[str, Subject] = {}
+    fitting: dict[str, Subject] = {}
     tried: dict[str, str] = {}
     for dim, width, some in sizes:
         rates = _rates(spec, width)
-        ways = (way for call in some for way in _variants(call, hints.layout, hints.tables))
-        for way in ways:
+        for way in (each for call in some for each in _variants(call, layout, given.tables)):
             try:
                 found = _fit(Subject(fresh(fn, make), way, dim, rates, make, device))
             except CallFailed as error:
                 tried.setdefault(str(way), f"head_dim {dim}, {way.layout}: {error}")
                 continue
             if found is not None:
-                subject, along = found
-                if along == "tokens":
-                    return _uncalled(subject, fn)
-                others.setdefault(along, subject)
-    if not others:
-        raise NoCallFound(tried)
-    order = ("heads", "") if hints.layout is not None else ("", "heads")
-    return _uncalled(next(others[along] for along in order if along in others), fn)
+                fitting.setdefault(found[1], found[0])
+            if "tokens" in fitting:
+                return _uncalled(fitting["tokens"], fn)
+    order = ("heads", "") if layout is not None else ("", "heads")
+    for along in order:
+        if along in fitting:
+            return _uncalled(fitting[along], fn)
+    raise NoCallFound(tried)
 
 
 def _uncalled(subject: Subject, fn: Callable[..., Any]) -> Subject:
@@ -150,15 +148,15 @@ def _calls(fn: Callable[..., Any]) -> list[Call]:
     # If argument names tell cos from sin, the swapped order is not tried: it could hide a fault.
     stated = {call.form for call in found if call.names_its_form}
     named = [call for call in found if call.names_its_form or call.form not in stated]
-    known = {str(call) for call in named}
     seen = signature(fn)
     every = [] if seen is None else list(seen.parameters.values())
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = sum(each.default is each.empty and each.kind in kinds for each in every)
-    usual = [text for texts in _USUAL.values() for text in texts]
-    if seen is not None and not any(each.kind is each.VAR_POSITIONAL for each in every):
+    if seen is None or any(each.kind is each.VAR_POSITIONAL for each in every):
+        usual = [text for texts in _USUAL.values() for text in texts]
+    else:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        needed = sum(each.default is each.empty and each.kind in kinds for each in every)
         usual = [*_USUAL.get(needed, ())]
-    return [*named, *(parse(text) for text in usual if text not in known)]
+    return [*named, *(parse(text) for text in usual if text not in {*map(str, named)})]
 
 
 def _variants(call: Way, layout: str | None, width: str | None) -> Iterator[Way]:
@@ -236,29 +234,24 @@ def _adds_up(subject: Subject, x: torch.Tensor) -> bool:
 
 
 def _gives_tables(subject: Subject) -> tuple[Subject, str]:
+    """The same for a call that returns tables, with the format of these."""
     ids = subject.ids(torch.arange(1, _TOKENS + 1), _ROWS)
     x = subject.random(_ROWS, _HEADS, _TOKENS)
     made = subject.run({"x": x, "positions": subject._positions(ids)})
-    made = made if isinstance(made, tuple) else (made,)
-    shapes = [tuple(t.shape) for t in made if isinstance(t, torch.Tensor)]
+    shapes = [tuple(getattr(each, "shape", ())) for each in made] if type(made) is tuple else []
     lead = (_TOKENS,) if subject.way.shared_positions else (_ROWS, _TOKENS)
-    if len(made) != 2 or len({*shapes}) != 1 or len(shapes) != 2 or shapes[0][:-1] != lead:
+    if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0][:-1] != lead:
         wanted = ", ".join(map(str, lead))
         raise CallFailed(
             f"it must return cosines and sines of shape ({wanted}, channels) but returned {shapes}"
         )
     count = shapes[0][-1]
     narrow = {"cat": slice(count // 2), "repeat": slice(None, None, 2)}
-    twice = (
-        each
-        for each, at in narrow.items()
-        if all(torch.equal(WIDTHS[each](t[..., at]), t) for t in made)
-    )
-    width = next(twice, "half")
+    wide = {each: [WIDTHS[each](t[..., at]) for t in made] for each, at in narrow.items()}
+    width = next((each for each, ts in wide.items() if all(map(torch.equal, ts, made))), "half")
     # The full width of the tables may exceed the guessed head_dim.
-    channels = count * (2 if width == "half" else 1)
-    way = replace(subject.way, width=width)
-    fixed = replace(subject, way=way, head_dim=max(channels, subject.head_dim))
+    head_dim = max(count * (1 + (width == "half")), subject.head_dim)
+    fixed = replace(subject, way=replace(subject.way, width=width), head_dim=head_dim)
     y = fixed.rotate(fixed.random(_ROWS, _HEADS, _TOKENS), ids)
     return fixed, "tokens" if bool(y.isfinite().all()) else ""
 
@@ -285,19 +278,17 @@ def parse(text: str) -> Call:
     """
     head, arrow, result = text.partition("->")
     names = [name.strip() for name in head.split(",")]
-    sound = len(set(names)) == len(names)
-    if arrow:
-        sound &= "x" in names and "".join(result.split()) == "cos,sin"
+    sound = "".join(result.split()) == "cos,sin" * bool(arrow) and len({*names}) == len(names)
     for form in FORMS.values():
-        unrotated = {"seq_dim"}
-        if form.takes_tables or "positions" in form.roles:
-            unrotated |= {"positions", "offset"}
-        if form.takes_tables or form.packed:
-            unrotated |= {"cu_seqlens", "max_seqlen"}
-        rotated = set(names) - set(form.roles) - unrotated
-        fits = set(form.roles) <= set(names) and form.gives_tables == bool(arrow)
-        if sound and fits and rotated in ({"x"}, {"q"}, {"q", "k"}):
-            return Call(form, tuple(Argument(name) for name in names))
+        rotated = {*names} - {*form.roles, *form.others}
+        known = ({"x"},) if form.gives_tables else ({"x"}, {"q"}, {"q", "k"})
+        if (
+            sound
+            and form.gives_tables == bool(arrow)
+            and rotated in known
+            and {*form.roles} <= {*names}
+        ):
+            return Call(form, tuple(map(Argument, names)))
     listed = ", ".join(dict.fromkeys(role for form in FORMS.values() for role in form.roles))
     raise bad_value(
         f"form must list the arguments, each one of x, q, k, seq_dim, {listed}, as in 'x, positions' or "

@@ -6,10 +6,13 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +25,13 @@ from tightrope.config import LayerSpecs, from_config, recorded, source_of
 from tightrope.config.files import load
 from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
-from tightrope_tools.forms import calls_of
 
-from ._call import Subject, describe_error
-from ._search import Hints, find_call
+from ._call import describe_error, undisturbed
+from ._search import Hints, NoCallFound, subject_of
+from ._together import Target, together
 
 _FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_][\w.]*)$")
 _NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A function to audit.
-
-    Attributes:
-        name: its name for the report.
-        fn: the function.
-        make: returns a new function; None if ``fn`` is copied instead.
-        spec: the intended rotation, if known.
-        form, layout, head_dim: how to call it, if known.
-        unread: why a config gave no spec.
-        recorded: whether the conversion record beside a config states "interleaved"; None if there is none.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    make: Callable[[], Callable[..., Any]] | None = None
-    spec: RopeSpec | None = None
-    form: str | None = None
-    layout: str | None = None
-    head_dim: int | None = None
-    unread: str = ""
-    recorded: bool | None = None
 
 
 _STACK = "stack:"
@@ -66,28 +44,15 @@ def names_stack(target: object) -> bool:
     return isinstance(target, str) and target.startswith(_STACK)
 
 
-def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str) -> Subject:
-    """Return the subject of a target, with the call that was found for it.
-
-    Args:
-        given: the user's options; the target and the spec fill in what they leave open.
-        spec: the intended rotation, if known. Functions that take tables get those of its frequencies.
-
-    Raises:
-        NoCallFound: see :func:`._search.find_call`.
-    """
-    form, layout, tables, head_dim = given
-    if target.form is not None and form is None:
-        form, layout = target.form, layout or target.layout
-    head_dim = head_dim or target.head_dim or (None if spec is None else spec.head_dim)
-    hints = Hints(form, layout, tables, head_dim)
-    return find_call(target.fn, hints, spec=spec, make=target.make, device=device)
-
-
 def resolve(
-    target: object, *, make: bool, layer_type: str | None, spec: RopeSpec | None = None
+    target: object,
+    *,
+    make: bool = False,
+    layer_type: str | None = None,
+    spec: RopeSpec | None = None,
+    partner: object = None,
 ) -> Target:
-    """Resolve the ``target`` argument of an audit.
+    """Resolve the ``target`` argument of an audit, together with its partner, if any.
 
     Args:
         spec: the rotation of ``"stack:NAME"``; other targets do not use it.
@@ -95,8 +60,22 @@ def resolve(
     Raises:
         ValueError, TypeError: the target does not exist or cannot be called.
     """
+    if partner is not None:
+        own = resolve(target, make=make, layer_type=layer_type, spec=spec)
+        return together(own, resolve(partner))
+    if isinstance(target, Target):
+        return target
     if isinstance(target, str) and names_stack(target):
         return from_stack(target.removeprefix(_STACK), spec)
+    model = target if isinstance(target, nn.Module) and _is_model(target) else None
+    if model is not None:
+        if any("_tightrope_patch" in vars(each) for each in model.modules()):
+            raise bad_value(
+                "target must be a model as transformers made it, whose functions an audit calls by themselves, but "
+                "this one is patched; call tightrope.unpatch(model) first, or compare what the patched model "
+                "computes, as docs/parity.md shows"
+            )
+        target = model.config
     if isinstance(target, str) and (file := _FILE.match(target)):
         where = Path(file["file"])
         raise bad_value(
@@ -106,17 +85,8 @@ def resolve(
     if isinstance(target, str) and _NAME.match(target):
         name, fn = target, _imported(target)
     elif isinstance(target, str | Path) or is_config(target):
-        found = from_model(config_of(target), layer_type)
+        found = from_model(config_of(target), layer_type, model)
         return replace(found, recorded=recorded_in(target))
-    elif isinstance(target, nn.Module) and _is_model(target):
-        if any("_tightrope_patch" in vars(each) for each in target.modules()):
-            raise bad_value(
-                "target must be a model as transformers made it, whose functions an audit calls by themselves, but "
-                "this one is patched; call tightrope.unpatch(model) first, or compare what the patched model "
-                "computes, as docs/parity.md shows"
-            )
-        found = from_model(target.config, layer_type, target)
-        return replace(found, recorded=recorded_in(target.config))
     elif callable(target):
         name, fn = getattr(target, "__qualname__", None) or type(target).__qualname__, target
     else:
@@ -210,20 +180,16 @@ def _is_model(target: nn.Module) -> bool:
     )
 
 
-def _transformers() -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        raise bad_value(
-            "to audit a model's configuration, transformers must be installed but is not"
-        )
-    return importlib.import_module("transformers")
-
-
 def config_of(target: Any) -> Any:
     """Return a config as it is, load that of a file or folder, or make the defaults of a model type."""
     if is_config(target):
         return target
     name, path = str(target), Path(target)
-    library = _transformers()
+    if importlib.util.find_spec("transformers") is None:
+        raise bad_value(
+            "to audit a model's configuration, transformers must be installed but is not"
+        )
+    library: Any = importlib.import_module("transformers")
     values: dict[str, Any] = {}
     if path.is_dir() or path.is_file():
         file = path / "config.json" if path.is_dir() else path
@@ -254,117 +220,75 @@ def recorded_in(target: Any, section: str | None = None) -> bool | None:
     return None if record is None else record.interleaved
 
 
-class RotaryAndApply(nn.Module):
-    """A rotary module and an apply function as one function of q, k and positions; for images, of those of two axes."""
-
-    def __init__(
-        self, rotary: nn.Module, apply: Callable[..., Any], layer_type: str | None
-    ) -> None:
-        super().__init__()
-        self.rotary = rotary
-        self.apply_function = apply
-        self.layer_type = layer_type
-        self.of_images = _VISION in type(rotary).__name__
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q and k."""
-        more = () if self.layer_type is None else (self.layer_type,)
-        if self.of_images:  # (rows, axes, tokens)
-            positions = positions.expand(2, -1, -1).movedim(0, 1)
-        cos, sin = self.rotary(q, positions, *more)
-        apply = self.apply_function
-        if not any("k" in call.roles for call in calls_of(apply)):  # as in Gemma 3n
-            return apply(q, cos, sin), apply(k, cos, sin)
-        return apply(q, k, cos, sin)  # type: ignore[no-any-return]
-
-
 def from_model(config: Any, layer_type: str | None, model: nn.Module | None = None) -> Target:
     """Return the target of a config: its rotary module and apply function in the installed transformers.
 
     Args:
         model: take the rotary module of this model, as it is, instead of building one from the config.
     """
-    inner = _text_of(config)
+    inner = config
+    with suppress(AttributeError, ValueError):
+        inner = config.get_text_config()
     spec, unread = _meant(inner, layer_type, model)
     try:
         module, rotary, called = _parts(inner, spec)
     except ValueError as error:
         # The reason why the config was not read explains more than the missing rotary module.
         raise unread or error from None
-    apply = getattr(module, called)
     name = module.__name__.rsplit(".", 1)[1].removeprefix("modeling_")
     name = f"{name}: {rotary.__name__}, {called}"
+    apply = Target(called, getattr(module, called))
     types: list[str | None] = [None]
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         every = dict.fromkeys(getattr(inner, "layer_types", None) or ())
         types = [layer_type] if layer_type is not None else [*every]
     why = "it takes a layer_type, and the config lists none"
-    for chosen in types:
-        # First whole heads, then the slice alone, which is all that Phi and DeepSeek pass to the function.
-        for cut in (False, True):
-            make = _maker(inner, rotary, apply, chosen, model)
-            head_dim = None if spec is None else spec.rotary_dim if cut else spec.head_dim
-            try:
-                fn = make()
-                head_dim = head_dim or _width(fn)
-                layout = _layout_of(fn, head_dim)
-            except Exception as error:  # noqa: BLE001  # foreign code
-                why = describe_error(error)
-                continue
-            if spec is not None and (cut or spec.start):
-                head_dim = spec.rotary_dim
-                spec = replace(spec, head_dim=head_dim, start=0)
-            reason = "" if unread is None else str(unread)
-            form = "q, k, positions"
-            return Target(name, fn, make, spec, form, layout, head_dim, reason)
+    # First whole heads, then the slice alone, which is all that Phi and DeepSeek pass to the function.
+    for chosen, cut in itertools.product(types, (False, True)):
+        if spec is not None and (cut or spec.start):
+            spec = replace(spec, head_dim=spec.rotary_dim, start=0)
+        make = partial(_maker, inner, rotary, chosen, model)
+        try:
+            with undisturbed():
+                found = together(Target(name, make(), make, spec), apply)
+                dim = _width(make()) if spec is None else spec.head_dim
+                found = replace(found, name=name, head_dim=dim, unread=str(unread or ""))
+                subject_of(found, Hints(), spec, "cpu")
+                return found
+        except NoCallFound as error:
+            why = str(error)
+        except Exception as error:  # noqa: BLE001  # foreign code
+            why = describe_error(error)
     raise bad_value(
         f"{rotary.__name__}, built from the config and called with (x, position_ids), must return cosines "
         f"and sines that {called} takes but did not: {why}"
     )
 
 
-def _layout_of(fn: RotaryAndApply, head_dim: int) -> str:
-    """Return the layout of q and k: that of text, or the tokens first, as functions for images may have it."""
-    x, where = torch.zeros(1, 3, 2, head_dim), torch.arange(2)[None]
-    try:
-        fn(x, x.clone(), where)
-    except RuntimeError:
-        x = x.transpose(1, 2)
-        fn(x, x.clone(), where)
-        return "bshd"
-    return "bhsd"
-
-
 def _maker(
-    config: Any,
-    rotary: Any,
-    apply: Callable[..., Any],
-    layer_type: str | None,
-    model: nn.Module | None,
-) -> Callable[[], RotaryAndApply]:
+    config: Any, rotary: Any, layer_type: str | None, model: nn.Module | None
+) -> Callable[..., Any]:
+    """Return a function that makes tables, with a rotary module of its own: a copy of the model's, or a new one."""
     if model is None:
-        return lambda: RotaryAndApply(rotary(config), apply, layer_type)
-    own = next((each for each in model.modules() if isinstance(each, rotary)), None)
-    if own is None:
-        raise bad_value(f"the model must have a {rotary.__name__} but has none")
-    return lambda: RotaryAndApply(copy.deepcopy(own), apply, layer_type)
+        module = rotary(config)
+    else:
+        module = next((each for each in model.modules() if isinstance(each, rotary)), None)
+        if module is None:
+            raise bad_value(f"the model must have a {rotary.__name__} but has none")
+        module = copy.deepcopy(module)
+    more = () if layer_type is None else (layer_type,)
+
+    def tables(x: torch.Tensor, positions: torch.Tensor) -> Any:
+        if _VISION in rotary.__name__:  # (rows, axes, tokens)
+            positions = positions.expand(2, -1, -1).movedim(0, 1)
+        return module(x, positions, *more)
+
+    return tables
 
 
-def _width(fn: RotaryAndApply) -> int:
-    """Return how many channels the cosines from a model's rotary module have."""
-    more = () if fn.layer_type is None else (fn.layer_type,)
-    cos, _ = fn.rotary(torch.zeros(1, 1, 2, 8), torch.arange(2)[None], *more)
-    return int(cos.shape[-1])
-
-
-def _text_of(config: Any) -> Any:
-    """Return the part of a config for the language model."""
-    try:
-        return config.get_text_config()
-    except (AttributeError, ValueError):
-        return config
+def _width(tables: Callable[..., Any]) -> int:
+    """Return how many channels the cosines of a model have."""
+    return int(tables(torch.zeros(1, 1, 2, 8), torch.arange(2)[None])[0].shape[-1])
 
 
 def _meant(

@@ -1,20 +1,19 @@
-"""A function that makes cosines and sines, and one that applies them, audited as one."""
+"""The target of an audit: a function; or one that makes cosines and sines and one that applies them, as one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from tightrope._errors import bad_value
+from tightrope.spec import RopeSpec
 from tightrope_tools.forms import Argument, Call, calls_of, signature
 
 from ._call import passed
-from ._targets import Target
 
 # Roles of the parameters of a function that makes tables, by their names.
 _NAMES = {
@@ -22,6 +21,31 @@ _NAMES = {
     "length": re.compile(r"len|^end$|^n$|size$"),
     "head_dim": re.compile(r"dim$|^d$"),
 }
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function to audit.
+
+    Attributes:
+        name: its name for the report.
+        fn: the function.
+        make: returns a new function; None if ``fn`` is copied instead.
+        spec: the intended rotation, if known.
+        form, layout, head_dim: how to call it, if known.
+        unread: why a config gave no spec.
+        recorded: whether the conversion record beside a config states "interleaved"; None if there is none.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    make: Callable[[], Callable[..., Any]] | None = None
+    spec: RopeSpec | None = None
+    form: str | None = None
+    layout: str | None = None
+    head_dim: int | None = None
+    unread: str = ""
+    recorded: bool | None = None
 
 
 def together(target: Target, partner: Target) -> Target:
@@ -85,25 +109,20 @@ def _given(fn: Callable[..., Any]) -> list[Argument]:
     return found
 
 
-class Together(nn.Module):
+@dataclass(frozen=True, eq=False)
+class Together:
     """Two functions as one, whose arguments have the given roles.
 
     What the first returns is passed to the parameters of the second that take tables, in their order.
     """
 
-    def __init__(
-        self,
-        rotary: Callable[..., Any],
-        apply: Callable[..., Any],
-        call: Call,
-        given: list[Argument],
-        roles: list[str],
-    ) -> None:
-        super().__init__()
-        self.rotary, self.apply_function = rotary, apply
-        self.call, self.given, self.roles = call, given, roles
+    rotary: Callable[..., Any]
+    apply_function: Callable[..., Any]
+    call: Call
+    given: list[Argument]
+    roles: list[str]
 
-    def forward(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """Make the tables and apply them."""
         values = dict(zip(self.roles, arguments, strict=True))
         x = values["q"] if "q" in values else values["x"]

@@ -18,10 +18,10 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import multiprocessing
+import os
+import signal
 import sys
-import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 from ._output import FINDING, Mistake, add_pairing, as_mistakes, show, show_json, show_table
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from tightrope import RopeSpec
 
     from ..audit import Comparison, ModelReport, Report
@@ -85,6 +87,8 @@ _ISOLATE = "run the audit in a child process, where a crash becomes a finding (d
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
+    import torch
+
     from ..audit import SEVERITIES, Comparison, ModelReport
 
     if not 0 < options.timeout < 1e6:
@@ -92,23 +96,22 @@ def run(options: argparse.Namespace) -> int:
             f"--timeout must be positive and below 1e6 seconds but got {options.timeout:g}."
         )
     given = {name: getattr(options, name) for name in _SHARED}
-    if options.against is not None:
-        if options.partner is not None:
-            raise Mistake(
-                "--against compares two targets, so it takes no --with; audit each pair alone."
-            )
+    if options.against is None:
+        given |= {"longest": options.longest, "partner": options.partner}
+        given["dtypes"] = [torch.float32, *[torch.bfloat16] * (not options.only_float32)]
+        given["dtypes"] += [torch.float16] * options.float16
+    elif options.partner is None:
         given["against"] = options.against
     else:
-        wanted = {"float32": True, "bfloat16": not options.only_float32, "float16": options.float16}
-        given["dtypes"] = [name for name, tested in wanted.items() if tested]
-        given["longest"] = options.longest
-        given["partner"] = options.partner
+        raise Mistake(
+            "--against compares two targets, so it takes no --with; audit each pair alone."
+        )
     with as_mistakes():
         given["spec"] = _declared(options)
         if options.isolate:
             report = _apart(options.target, given, options.timeout)
         else:
-            report = here(options.target, given)
+            report = _here(options.target, given)
     if options.json:
         show_json(report.to_dict())
     elif isinstance(report, Comparison):
@@ -125,42 +128,34 @@ def run(options: argparse.Namespace) -> int:
     return FINDING if found else 0
 
 
-def _declared(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the declared spec as its dictionary, or None if no option declares one."""
+def _declared(options: argparse.Namespace) -> RopeSpec | None:
+    """Return the declared spec, or None if no option declares one."""
     from tightrope import RopeSpec
+    from tightrope.config.files import load
 
     names = ("base", "rotary_dim", "interleaved")
     stated = {name: getattr(options, name) for name in names}
     given = {name: value for name, value in stated.items() if value is not None}
-    if options.meant is not None:
-        if given:
-            raise Mistake(
-                "--meant gives the whole spec; leave out --base, --rotary-dim, --half and --interleaved."
-            )
-        return _read(Path(options.meant)).to_dict()
-    if not given:
-        return None
-    if options.head_dim is None:
-        raise Mistake("--base, --rotary-dim, --half and --interleaved need --head-dim as well.")
-    return RopeSpec(head_dim=options.head_dim, **given).to_dict()
-
-
-def _read(path: Path) -> RopeSpec:
-    from tightrope import RopeSpec
-    from tightrope.config.files import load
-
-    values = load(path)
+    if options.meant is None:
+        if given and options.head_dim is None:
+            raise Mistake("--base, --rotary-dim, --half and --interleaved need --head-dim as well.")
+        return RopeSpec(head_dim=options.head_dim, **given) if given else None
+    if given:
+        raise Mistake(
+            "--meant gives the whole spec; leave out --base, --rotary-dim, --half and --interleaved."
+        )
+    values = load(Path(options.meant))
     if values.keys() >= {"version", "head_dim"}:
         return RopeSpec.from_dict(values)
     spec = RopeSpec.from_config(values)
     if not isinstance(spec, RopeSpec):
         raise ValueError(
-            f"{path} has layers that differ; save the spec of one layer as JSON and pass that file."
+            f"{options.meant} has layers that differ; save the spec of one layer as JSON and pass that file."
         )
     return spec
 
 
-def here(target: str, options: dict[str, Any]) -> Report | Comparison | ModelReport:
+def _here(target: str, options: dict[str, Any]) -> Report | Comparison | ModelReport:
     """Run the audit, or the comparison if the options name a second target, in this process.
 
     A model of several parts is audited whole, unless an option is about one rotation.
@@ -168,68 +163,66 @@ def here(target: str, options: dict[str, Any]) -> Report | Comparison | ModelRep
     Raises:
         ValueError, TypeError: the target or an option cannot be used.
     """
-    import torch
-
-    from tightrope import RopeSpec
-
     from ..audit import audit as run_audit, audit_model, compare
 
-    spec = options["spec"]
-    chosen = options | {"spec": None if spec is None else RopeSpec.from_dict(spec)}
     # The function's module may print on import; keep that out of the JSON.
     with redirect_stdout(sys.stderr):
-        if "against" in chosen:
-            return compare(target, chosen.pop("against"), **chosen)
-        chosen["dtypes"] = [getattr(torch, name) for name in options["dtypes"]]
-        whole = {name: chosen[name] for name in ("dtypes", "longest", "device")}
-        if ":" not in target and not any(chosen[name] for name in chosen.keys() - whole.keys()):
+        if "against" in options:
+            return compare(target, options.pop("against"), **options)
+        whole = {name: options[name] for name in ("dtypes", "longest", "device")}
+        if ":" not in target and not any(options[name] for name in options.keys() - whole.keys()):
             found = audit_model(target, **whole)
             if len(found.parts) > 1:
                 return found
             ((_, report),) = found.parts.items()
             if report.checks:
                 return report
-        return run_audit(target, **chosen)
+        return run_audit(target, **options)
 
 
 def _apart(
     target: str, options: dict[str, Any], seconds: float
 ) -> Report | Comparison | ModelReport:
     """Run the audit in a child process, which may crash or hang."""
-    from ..audit import Comparison, ModelReport, Report
-
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "tightrope_tools.cli._audit_apart", str(out)]
-        work = json.dumps([target, options])
-        try:
-            done = subprocess.run(
-                command, input=work, text=True, timeout=seconds, stdout=2, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return _lost(target, options, "hangs", f"The audit did not end within {seconds:g} s.")
-        if not out.is_file():
-            end = (
-                f"was ended by signal {-done.returncode}"
-                if done.returncode < 0
-                else f"ended with exit code {done.returncode}"
-            )
-            return _lost(target, options, "crashes", f"The audit process {end}.")
-        saved = json.loads(out.read_text(encoding="utf-8"))
-    if "invalid arguments" in saved:
-        raise Mistake(saved["invalid arguments"])
-    kind = Comparison if "against" in options else ModelReport if "parts" in saved else Report
-    return kind.from_dict(saved)
-
-
-def _lost(target: str, options: dict[str, Any], code: str, sentence: str) -> Report | Comparison:
     from ..audit import Comparison, Difference, Finding, Report
 
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(theirs, target, options))
+    child.start()
+    theirs.close()
+    try:
+        if ours.poll(seconds):
+            result = ours.recv()
+            if isinstance(result, Exception):
+                raise result
+            return result  # type: ignore[no-any-return]
+        code, sentence = "hangs", f"The audit did not end within {seconds:g} s."
+    except EOFError:
+        child.join()
+        number = child.exitcode or 0
+        end = f"was ended by signal {-number}" if number < 0 else f"ended with exit code {number}"
+        code, sentence = "crashes", f"The audit process {end}."
+    finally:
+        child.kill()
+        child.join()
     evidence = "run with --no-isolate under a debugger to see where"
     if "against" in options:
         different = (Difference(code, sentence, evidence),)
         return Comparison(target, options["against"], differences=different)
     return Report(target, {}, (Finding(code, "error", sentence, evidence),))
+
+
+def _send(there: Connection, target: str, options: dict[str, Any]) -> None:
+    """Send the report, or the error of wrong use, to the parent process."""
+    # On Ctrl-C this process ends without a traceback: the parent reports the interruption.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.dup2(2, 1)  # what C code prints does not mix with the result
+    try:
+        there.send(_here(target, options))
+    except (ValueError, TypeError) as error:
+        there.send(ValueError(str(error)))
 
 
 def show_comparison(found: Comparison) -> None:

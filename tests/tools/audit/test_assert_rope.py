@@ -64,8 +64,8 @@ PUBLIC = {
         public.flash,
         {
             "pairing": "Channels are paired differently",
-            "offset": "The offset is ignored: tokens are rotated as if at positions 0 to n − 1",
-            "restarts": "Packed rows are numbered through: only the first begins at position 0",
+            "offset": "A call with an offset is rotated as if at positions 0 to n − 1",
+            "restarts": "A call with packed rows is rotated as if at positions 0 to n − 1",
             "width": "Other channels rotate",
         },
         {"layout": "bshd"},
@@ -235,13 +235,14 @@ def test_functions_that_count_tokens_themselves() -> None:
         return rotate(x, spec, int(x.shape[2] > 3000))
 
     assert_rope(right, like=lambda x: right(x))
+    assert_rope(right, like=lambda x: right(x.detach()))  # a reference without gradients
     for function, words in (
         (detached, "The gradient of x "),
         (
             widened,
             "X of dtype bfloat16 comes back as float32, as in widened(torch.randn(1, 1, 2, 64",
         ),
-        (late, "as in late(torch.randn(1, 1, 5000, 64))"),
+        (late, "as in late(torch.randn(1, 1, 4096, 64))"),
     ):
         assert words in failure(function, like=right)[0]
 
@@ -260,7 +261,7 @@ def test_q_alone() -> None:
     for reference in ({"like": right}, {"spec": spec}):
         first = failure(wrong, **reference)[0]
         assert "in a call with q alone" in first
-        assert ", as in wrong(torch.randn(1, 1, 2, 64), positions=" in first
+        assert ", as in wrong(torch.randn(1, 1, 2, 64), k=None, positions=" in first
 
 
 def test_what_a_reference_takes_may_not_be_refused() -> None:

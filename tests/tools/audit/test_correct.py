@@ -24,7 +24,7 @@ from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import DynamicNTK, Given, Linear, Llama3, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
 from tightrope.positions import multi_axis
-from tightrope_tools.audit import Report, audit
+from tightrope_tools.audit import audit
 from tightrope_tools.forms import FORMS
 
 SPEC = RopeSpec(64)
@@ -491,20 +491,18 @@ def test_the_mend_of_swapped_tables() -> None:
     named(audit(lambda q, k, cos, sin: bad(q, k, sin, cos)))
 
 
-def test_a_report_survives_json() -> None:
-    """The most severe findings come first."""
+def test_the_most_severe_findings_come_first() -> None:
     report = audit(planted.rope(sign=-1.0, shift=1))
-    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    written = json.loads(json.dumps(report.to_dict()))
+    assert [each["code"] for each in written["findings"]] == [each.code for each in report.findings]
     assert "WARNING sign: All pairs turn in the opposite direction" in str(report)
     assert str(report).splitlines()[1].endswith("checks passed.")
     order = [("error", "warning", "note").index(finding.severity) for finding in report.findings]
     assert order == sorted(order)
 
 
-def test_progress_names_every_check() -> None:
-    seen: list[str] = []
-    report = audit(PLAIN, spec=SPEC, progress=seen.append, longest=4096)
-    assert {check.name for check in report.checks} >= set(seen)
+def test_every_check_of_a_right_function_passes() -> None:
+    report = audit(PLAIN, spec=SPEC, longest=4096)
     assert all(check.outcome == "passed" for check in report.checks), report.checks
     assert "frequencies-unchecked" not in {each.code for each in report.findings}
 
