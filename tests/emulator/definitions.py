@@ -32,7 +32,6 @@ class Rule(NamedTuple):
         results, sources: types of the results and of the sources.
         function: returns the exact result, or a tuple of results; floats are rounded afterwards.
         flushes: whether it flushes subnormal numbers.
-        given: constants as last sources.
     """
 
     opcode: str
@@ -185,8 +184,8 @@ def least(sign: int, nan: bool) -> Callable[..., Any]:
 def compares(order: str) -> Callable[..., tuple[bool, bool]]:
     def function(a: Any, b: Any) -> tuple[bool, bool]:
         unordered = a != a or b != b
-        if order in ("nan", "num"):
-            holds = unordered == (order == "nan")
+        if order == "nan":
+            holds = unordered
         elif len(order) == 3:
             holds = unordered or getattr(operator, order[:2])(a, b)
         else:
@@ -202,10 +201,6 @@ def shifted(opcode: str, kind: str) -> Callable[[int, int], int]:
     return lambda a, n: a >> min(n, 64)
 
 
-def funnel(low: int, high: int, n: int) -> int:
-    return (high << 32 | low) << (n & 31) >> 32
-
-
 def permuted(a: int, b: int, selectors: int) -> int:
     source = (b << 32 | a).to_bytes(8, "little")
     found = []
@@ -216,40 +211,17 @@ def permuted(a: int, b: int, selectors: int) -> int:
     return int.from_bytes(bytes(found), "little")
 
 
-def field(a: int, at: int, count: int, size: int) -> int:
-    """Return the bits of a word as digits, the lowest first, above which its sign or 0 is repeated."""
+def field(a: int, at: int, count: int) -> int:
+    """Return some of 32 digits, the lowest first, and above them their last one, or 0 for an unsigned number."""
     at, count = at & 255, count & 255
-    negative = a < 0
-    digits = [a >> i & 1 for i in range(size)]
-    last = digits[min(at + count - 1, size - 1)] if negative or (a >= 0 and count) else 0
-    return sum((digits[at + i] if i < count and at + i < size else last) << i for i in range(size))
+    digits = [a >> min(at + i, 64) & 1 for i in range(count)]
+    return sum(digit << i for i, digit in enumerate(digits[:32])) if count else 0
 
 
-def unsigned_field(size: int) -> Callable[..., int]:
-    def function(a: int, at: int, count: int) -> int:
-        at, count = at & 255, count & 255
-        return (a >> at) % (1 << min(count, size))
-
-    return function
-
-
-def signed_field(size: int) -> Callable[..., int]:
-    def function(a: int, at: int, count: int) -> int:
-        return field(a, at, count, size) if count & 255 else 0
-
-    return function
-
-
-def inserted(size: int) -> Callable[..., int]:
-    """Return the function that replaces digits of the second word by the lowest ones of the first."""
-
-    def function(a: int, b: int, at: int, count: int) -> int:
-        at, count = at & 255, count & 255
-        return sum(
-            ((a >> (i - at) if at <= i < at + count else b >> i) & 1) << i for i in range(size)
-        )
-
-    return function
+def signed_field(a: int, at: int, count: int) -> int:
+    count &= 255
+    found = field(a, at, count)
+    return found - (1 << count) if 0 < count < 32 and found >> (count - 1) else found
 
 
 def converted(of: str, to: str, mode: str) -> Callable[[Any], Any]:
@@ -294,9 +266,7 @@ def integers() -> Iterator[Rule]:
         yield same(f"add.{kind}", kind, 2, operator.add)
         yield same(f"sub.{kind}", kind, 2, operator.sub)
         yield same(f"mul.lo.{kind}", kind, 2, operator.mul)
-        yield same(f"mul.hi.{kind}", kind, 2, lambda a, b, n=bits: a * b >> n)
         yield same(f"mad.lo.{kind}", kind, 3, lambda a, b, c: a * b + c)
-        yield same(f"mad.hi.{kind}", kind, 3, lambda a, b, c, n=bits: (a * b >> n) + c)
         yield same(f"min.{kind}", kind, 2, min)
         yield same(f"max.{kind}", kind, 2, max)
         yield same(f"div.{kind}", kind, 2, lambda a, b: truncated(a, b)[0])
@@ -324,25 +294,11 @@ def integers() -> Iterator[Rule]:
         yield same(f"{name}.pred", "pred", 2, function)
     yield same("not.pred", "pred", 1, operator.not_)
     yield same("mov.pred", "pred", 1, lambda a: a)
-    yield same("shf.l.wrap.b32", "u32", 3, funnel)
-    yield same("shf.l.clamp.b32", "u32", 3, lambda a, b, n: (b << 32 | a) << min(n, 32) >> 32)
-    yield same("shf.r.wrap.b32", "u32", 3, lambda a, b, n: (b << 32 | a) >> (n & 31))
-    yield same("shf.r.clamp.b32", "u32", 3, lambda a, b, n: (b << 32 | a) >> min(n, 32))
+    wrapped = lambda a, b, n: (b << 32 | a) << (n & 31) >> 32  # noqa: E731
+    yield same("shf.l.wrap.b32", "u32", 3, wrapped)
     yield same("prmt.b32", "b32", 3, permuted)
-    for size in (32, 64):
-        for sign, function in (("u", unsigned_field(size)), ("s", signed_field(size))):
-            kind = f"{sign}{size}"
-            yield Rule(f"bfe.{kind}", (kind,), (kind, "u32", "u32"), function)
-        sources = (f"b{size}", f"b{size}", "u32", "u32")
-        yield Rule(f"bfi.b{size}", (f"b{size}",), sources, inserted(size))
-        yield Rule(f"clz.b{size}", ("u32",), (f"b{size}",), lambda a, n=size: n - a.bit_length())
-        yield Rule(
-            f"brev.b{size}",
-            (f"b{size}",),
-            (f"b{size}",),
-            lambda a, n=size: int(f"{a:0{n}b}"[::-1], 2),
-        )
-        yield Rule(f"popc.b{size}", ("u32",), (f"b{size}",), int.bit_count)
+    yield Rule("bfe.u32", ("u32",), ("u32", "u32", "u32"), field)
+    yield Rule("bfe.s32", ("s32",), ("s32", "u32", "u32"), signed_field)
 
 
 def comparisons() -> Iterator[Rule]:
@@ -353,20 +309,10 @@ def comparisons() -> Iterator[Rule]:
             name = f"setp.{order}u.{kind}"
             yield Rule(name, ("pred", "pred"), (kind, kind), compares(f"{order}u"))
     for kind in FORMATS:
-        for order in ("nan", "num"):
-            yield Rule(f"setp.{order}.{kind}", ("pred", "pred"), (kind, kind), compares(order))
+        yield Rule(f"setp.nan.{kind}", ("pred", "pred"), (kind, kind), compares("nan"))
     for order in ("eq", "ne"):
         for kind in ("b16", "b32", "b64"):
             yield Rule(f"setp.{order}.{kind}", ("pred", "pred"), (kind, kind), compares(order))
-    for name, meant in {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.items():
-        yield Rule(f"setp.{name}.u32", ("pred", "pred"), ("u32", "u32"), compares(meant))
-    for name, join in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
-        yield Rule(
-            f"setp.lt.{name}.s32",
-            ("pred", "pred"),
-            ("s32", "s32", "pred"),
-            lambda a, b, p, join=join: (join(a < b, p), join(a >= b, p)),
-        )
     yield Rule("setp.lt.ftz.f32", ("pred", "pred"), ("f32", "f32"), compares("lt"), True)
 
 
@@ -393,9 +339,8 @@ def floats() -> Iterator[Rule]:
             if kind in ("f32", "f64"):
                 yield same("div", 2, quotient)
                 yield same("sqrt", 1, root)
-                yield same("rcp", 1, lambda a: quotient(1.0, a))
         for ftz in ("", ".ftz") if kind == "f32" else ("",):
-            for name, sign in (("min", 1), ("max", -1)):
+            for name, sign in (("min", 1), ("max", -1)) if kind not in HALVES else ():
                 for nan in ("", ".NaN"):
                     opcode = f"{name}{ftz}{nan}.{kind}"
                     yield Rule(opcode, (kind,), (kind, kind), least(sign, bool(nan)), bool(ftz))
@@ -418,16 +363,12 @@ def floats() -> Iterator[Rule]:
 def packed() -> Iterator[Rule]:
     """Yield the instructions of packed types: each does what another does, for both elements."""
     for opcode in (
-        *("add.s16x2", "sub.u16x2", "min.s16x2", "add.rn.f32x2", "mul.rn.f32x2", "sub.rn.f32x2"),
+        *("add.s16x2", "sub.u16x2", "add.rn.f32x2", "mul.rn.f32x2", "sub.rn.f32x2"),
         *("fma.rn.f32x2", "fma.rn.bf16x2", "fma.rn.f16x2"),
-        *("neg.bf16x2", "neg.f16x2", "abs.bf16x2", "abs.f16x2", "min.bf16x2", "max.NaN.f16x2"),
+        *("neg.bf16x2", "neg.f16x2", "abs.bf16x2", "abs.f16x2"),
         "add.rn.ftz.f32x2",
         *(f"{name}.rn.{kind}x2" for name in ("add", "sub", "mul") for kind in HALVES),
-        *(
-            f"setp.{order}.{kind}x2"
-            for order in (*ORDERS, "nan", "num", "ltu", "neu")
-            for kind in HALVES
-        ),
+        *(f"setp.{order}.{kind}x2" for order in (*ORDERS, "nan", "ltu", "neu") for kind in HALVES),
     ):
         name, kind = opcode.removesuffix("x2"), opcode.rpartition(".")[2]
         of = next(rule for rule in rules() if rule.opcode == name)
@@ -503,11 +444,10 @@ RULES = {f"{rule.opcode} of {len(rule.sources)}": rule for rule in (*rules(), *p
 
 #: What other tests test: control, memory, exchanges, and chains of carries.
 _ELSEWHERE = re.compile(
-    r"bra(\.uni)?|ret|exit|bar\.sync|bar\.warp\.sync|cvta(\.to)?\.(local|global)\.u64|lop3\.b32"
+    r"bra(\.uni)?|ret|exit|bar\.sync|bar\.warp\.sync"
     r"|(ld|st)\.(global|shared(::cta)?|local|param)(\.nc|\.L1::\w+)?(\.v[24])?\.[bsu](8|16|32|64)"
-    r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared(::cta)?\.b16"
-    r"|shfl\.sync\.(up|down|bfly|idx)\.b32|redux\.sync\.\w+(\.NaN)?\.\w+32"
-    r"|(add|sub|addc|subc|mad\.lo|madc\.hi)(\.cc)?\.u32"
+    r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(::cta)?\.b16"
+    r"|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.\w+(\.NaN)?\.f32|mad\.lo\.cc\.u32|madc\.hi\.u32"
 )
 
 
