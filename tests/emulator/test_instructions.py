@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.emulator.definitions import (
 )
 from tests.emulator.instructions import _TABLE, meaning_of
 from tests.emulator.parse import Fault
+from tests.support.rows import read_rows
 
 
 def special(kind: str) -> list[int]:
@@ -153,28 +155,12 @@ def test_no_definition_is_missing() -> None:
         assert any(map(pattern.fullmatch, opcodes)), pattern.pattern
 
 
-UNKNOWN = {
-    "ex2.approx.f32": "the instruction ex2.approx.f32 is unknown",
-    "div.full.f32": "the instruction div.full.f32 is unknown",
-    "add.rz.f32": "the instruction add.rz.f32 is unknown",
-    "add.sat.s32": "the instruction add.sat.s32 is unknown",
-    "add.rn.ftz.f64": "the modifier .ftz of f64 is unknown",
-    "mul.wide.s64": "the instruction mul.wide.s64 is unknown",
-    "cvt.s32.f32": "the conversion None from f32 to s32 is unknown",
-    "cvt.rz.f32.f64": "the instruction cvt.rz.f32.f64 is unknown",
-    "cvt.rn.f16.s64": "the conversion from s64 to f16 is unknown",
-    "cvt.rzi.ftz.s32.f64": "the modifier .ftz of a conversion from f64 to s32 is unknown",
-    "setp.nan.s32": "the comparison nan of s32 is unknown",
-    "setp.lt.and.s32": "the instruction setp.lt.and.s32 is unknown",
-    "redux.sync.add.s32": "the instruction redux.sync.add.s32 is unknown",
-    "mul.hi.u32": "the instruction mul.hi.u32 is unknown",
-    "lop3.b32": "the instruction lop3.b32 is unknown",
-}
+UNKNOWN = read_rows(Path(__file__).with_name("unknown.jsonl"))
 
 
 @pytest.mark.parametrize("opcode", UNKNOWN)
 def test_what_is_unknown_is_an_error(opcode: str) -> None:
-    with pytest.raises(Fault, match=f"^{UNKNOWN[opcode]}$"):
+    with pytest.raises(Fault, match=f"^{UNKNOWN[opcode]['text']}$"):
         meaning_of(opcode, 1)
 
 

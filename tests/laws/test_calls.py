@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import oracle
-from tests.support.calls import CASES, Call, allowed, is_defined, mapped
+from tests.support.calls import CASES, HEADS, ROWS, Call, allowed, is_defined, mapped
 from tests.support.checkpointing import POLICIES, saving
-from tests.support.extra_tensors import Wrapper, negated
 from tests.support.functions import FUNCTIONS, Function, call_of
 from tests.support.helpers import Copies, noise
 from tests.support.matrix import needs_kernel
@@ -163,6 +162,34 @@ def gradients(call: Call, run: Callable[..., Any] | None = None) -> list[torch.T
     return [*ys, *torch.autograd.grad(loss, list(learned.values()))]
 
 
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """Return a negated view with the values of x: its memory holds their negatives."""
+    view = torch.complex(x, -x).conj().imag
+    assert view.is_neg()
+    return view
+
+
+class Wrapper(torch.Tensor):
+    """A wrapper subclass without memory of its own; operations on it return plain tensors."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Wrapper:
+        self: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
+        self.inside = inside
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def bare(value: Any) -> Any:
+            return value.inside if isinstance(value, Wrapper) else value
+
+        return func(*tree_map(bare, args), **tree_map(bare, kwargs or {}))
+
+
 EXTRAS = "weight", "gate", "inv_freq"
 
 
@@ -180,6 +207,30 @@ def test_what_learns_is_taken_as_the_numbers_that_it_is(
         views = lambda **leaves: call(**leaves | {name: negated(leaves[name]) for name in others})  # noqa: E731
         wanted = gradients(call)
         assert_each(check_of(case), gradients(call, views), wanted)
+
+
+# --- parts of a call: rows and heads do not affect each other ----------------------------------------
+
+SIZES = {"b": ROWS, "h": HEADS}
+
+
+@needs_kernel
+@every_case
+@pytest.mark.parametrize("axis", SIZES)
+def test_a_row_or_a_head_is_rotated_as_if_alone(axis: str, case: Mapping[str, Any]) -> None:
+    """With its own positions, frequencies, phases, length, norm and gate, where these differ."""
+    case = {**case, "verb": "rotate"}
+    if axis not in case["layout"]:
+        case["layout"] = "bhsd"
+    call, dim = Call(case), case["layout"].index(axis)
+    (whole,) = call()
+    parts = torch.cat([call.part(axis, index)()[0] for index in range(SIZES[axis])], dim)
+    if not is_defined(case):
+        assert_same_bits(parts, whole)
+        return
+    size = whole.double().abs().amax(-1, keepdim=True)
+    error = (parts.double() - whole.double()).abs()
+    assert bool((error <= 2 * value(f"f and P, {str(whole.dtype)[6:]}") * size).all())
 
 
 # --- modes that watch ------------------------------------------------------------------------------
