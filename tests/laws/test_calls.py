@@ -154,7 +154,7 @@ def test_the_inverse_undoes(case: Mapping[str, Any]) -> None:
     assert_near(back(q=there()[0])[0], there.leaves["q"], "float64 ways")
 
 
-def gradients(call: Call, run: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+def gradients(call: Call | Function, run: Callable[..., Any] | None = None) -> list[torch.Tensor]:
     """Return the results of a call and the gradients of a loss, by the tensors that the case differentiates."""
     leaves, learned = call.new_leaves()
     ys = (run or call)(**leaves)
@@ -236,21 +236,24 @@ def test_a_row_or_a_head_is_rotated_as_if_alone(axis: str, case: Mapping[str, An
 # --- modes that watch ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES[::5], ids=range(len(CASES[::5])))
-def test_selective_checkpointing_gives_the_same_results_and_gradients(
-    case: Mapping[str, Any],
-) -> None:
+# Calls of other functions, out of place, by tables, and by rows whose frequencies depend on their length.
+OTHERS = "rotary_apply", "rotary_embedding", "dynamic, by ids", "longrope, by ids"
+CHECKPOINTED = [*CASES[::5], *(FUNCTIONS[name] for name in OTHERS)]
+
+
+@pytest.mark.parametrize("case", CHECKPOINTED, ids=range(len(CHECKPOINTED)))
+def test_selective_checkpointing_gives_the_same_results_and_gradients(case: Any) -> None:
     """In the backward pass it repeats the forward pass, and takes each saved result by its number.
 
     Evaluation before training, in inference mode, leaves nothing that the backward pass could not use.
     """
-    first = Call(case)
+    first = call_of(case)
     with torch.inference_mode():
         first()
-    assert_each(assert_same_bits, gradients(first), gradients(Call(case)))
+    assert_each(assert_same_bits, gradients(first), gradients(call_of(case)))
 
     def found(name: str | None) -> list[torch.Tensor]:
-        call = Call(case)  # with nothing kept
+        call = call_of(case)  # with nothing kept
 
         def layer(names: list[str], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return tuple(y.sin() * y for y in call(**dict(zip(names, tensors))))
@@ -266,7 +269,7 @@ def test_selective_checkpointing_gives_the_same_results_and_gradients(
 
     # torch refuses to save a tensor that then changes in place. Where results are copied into x, autograd adds the
     # zeros of what x was, and a gradient of -0 becomes 0.
-    in_place = case["verb"].endswith("_")
+    in_place = not isinstance(case, Function) and case["verb"].endswith("_")
     check = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
     for name in ["rotations"] if in_place else POLICIES:
         assert_each(check if in_place else assert_same_bits, found(name), found(None))
