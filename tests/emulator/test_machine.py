@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from pathlib import Path
@@ -268,12 +269,13 @@ def test_a_misaligned_vector(by: int) -> None:
 
 
 def test_programs_have_no_order() -> None:
-    """Two programs store different values to one place; the same values are no race."""
-    body = "ld.param.b64 %rd5, [made_param_0]; mov.b32 %r5, {}; st.global.b32 [%rd5], %r5;"
-    for seed in (None, 1):
-        run(kernel(body.format("7"), 1), [words(1)], (2, 1, 1), seed=seed)
+    """Two programs store different values to one place, also if one of them passes a barrier before; the same are no race."""
+    body = "ld.param.b64 %rd5, [made_param_0]; {} mov.b32 %r5, {}; st.global.b32 [%rd5], %r5;"
+    barrier = "setp.eq.s32 %p1, %r1, 0; @%p1 bra STORE; bar.sync 0; STORE:"
+    for seed, first in itertools.product((None, 1), ("", barrier)):
+        run(kernel(body.format(first, "7"), 1), [words(1)], (2, 1, 1), seed=seed)
         with pytest.raises(Fault, match=r"^race: "):
-            run(kernel(body.format("%r1"), 1), [words(1)], (2, 1, 1), seed=seed)
+            run(kernel(body.format(first, "%r1"), 1), [words(1)], (2, 1, 1), seed=seed)
 
 
 def test_what_cannot_be_read_is_an_error() -> None:
