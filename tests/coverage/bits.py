@@ -8,6 +8,7 @@ classes of the published ones and with their rotation. The command writes the ta
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,18 +24,6 @@ from tightrope.positions import multi_axis
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 SERVERS = ("vllm", "sglang")
 TOKENS, STARTS = 1024, (0, 100_000)
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 99,
-}
-EXPERTS = {"num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2}
-EXPERTS |= {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 128, "v_head_dim": 16}
 
 
 class Case(NamedTuple):
@@ -55,73 +44,15 @@ class Case(NamedTuple):
     name: str = ""
 
 
-NORMS = "norms of q and k"
-ROUTER = "the router and the order of the experts' sums"
-CASES = {
-    "Qwen3": Case("qwen3", 128, {"rope_theta": 1e6}, f"{NORMS}, in one kernel with the rotation"),
-    "Llama 3.1": Case(
-        "llama",
-        128,
-        {
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "nothing of its own",
-    ),
-    "gpt-oss": Case(
-        "gpt_oss",
-        64,
-        {
-            "rope_type": "yarn",
-            "rope_theta": 150_000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        f"attention sinks, weights in MXFP4, {ROUTER}",
-    ),
-    "DeepSeek-V3": Case(
-        "deepseek_v3",
-        64,
-        {
-            "rope_type": "yarn",
-            "rope_theta": 10_000.0,
-            "factor": 40.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-        f"absorbed projections of the latent, weights in FP8, {ROUTER}",
-    ),
-    "Qwen2.5-VL": Case(
-        "qwen2_5_vl_text",
-        128,
-        {"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        "the vision part, which rotates by code of its own",
-    ),
-    "Qwen3-Omni's thinker": Case(
-        "qwen3_omni_moe_text",
-        128,
-        {"rope_theta": 1e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
-        f"{NORMS}, the vision and audio parts, {ROUTER}",
-        "Qwen3OmniMoeThinkerTextModel",
-    ),
-}
+GIVEN = json.loads(Path(__file__).with_name("bits.json").read_text("utf-8"))
+CASES = {name: Case(**facts) for name, facts in GIVEN["models"].items()}
 
 
 def made(case: Case) -> Any:
     """A small random model in bfloat16."""
     rope = {"rope_type": "default", **case.rope}
     width = {"head_dim": case.width, "qk_rope_head_dim": case.width}
-    settings = {**SMALL, **EXPERTS, **LATENT, **width, "rope_parameters": rope}
+    settings = {**GIVEN["settings"], **width, "rope_parameters": rope}
     config = AutoConfig.for_model(case.kind, **settings, max_position_embeddings=131_072)
     home = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
     maker = getattr(home, case.name)._from_config if case.name else AutoModel.from_config

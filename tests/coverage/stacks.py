@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import functools
 import itertools
 import json
@@ -27,6 +26,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks import pages
+from tests.support.rows import read_rows
 from tightrope import RopeSpec, frequencies, stacks
 from tightrope.functional import rotate_qk
 
@@ -104,25 +104,11 @@ class Source:
         return types.SimpleNamespace(**{name: scope[name] for name in wanted})
 
 
+ROWS = read_rows(Path(__file__).with_name("rules.jsonl"))
+# The rows of "longrope, short rows" are within the original length at all positions that are rotated.
 RULES = {
-    "default": None,
-    "linear": frequencies.Linear(3.0),
-    "yarn": frequencies.YaRN(4.0, 1024),
-    "yarn, mscales": frequencies.YaRN(40.0, 1024, mscale=0.7, mscale_all_dim=1.1),
-    "yarn, truncate=False": frequencies.YaRN(32.0, 4096, truncate=False),
-    "llama3": frequencies.Llama3(8.0, 1.0, 4.0, 8192),
-    "dynamic": frequencies.DynamicNTK(2.5, 1024),
-    "longrope": frequencies.LongRoPE(
-        tuple(1 + k / 32 for k in range(32)),
-        tuple(2 + k / 3 for k in range(32)),
-        64,
-        short_mscale=1.1,
-        long_mscale=1.3,
-    ),
-    "proportional": frequencies.Proportional(0.25),
+    name: row["rule"] and frequencies.Rule.from_dict(row["rule"]) for name, row in ROWS.items()
 }
-# Beyond all positions that are rotated, so that all of them are of rows within the original length.
-RULES["longrope, short rows"] = dataclasses.replace(RULES["longrope"], original_max_position=4000)
 
 
 def spec_of(rule: str, interleaved: bool = False, base: float = BASE) -> RopeSpec:

@@ -6,16 +6,18 @@ They share nothing with the emulator that they test.
 from __future__ import annotations
 
 import bisect
+import functools
+import itertools
+import json
 import math
 import operator
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 Number: TypeAlias = int | float | Fraction | bool
-ORDERS = ("eq", "ne", "lt", "le", "gt", "ge")
-HALVES = ("f16", "bf16")
 FORMATS = {
     "f64": (11, 52),
     "f32": (8, 23),
@@ -32,7 +34,6 @@ class Rule(NamedTuple):
         results, sources: types of the results and of the sources.
         function: returns the exact result, or a tuple of results; floats are rounded afterwards.
         flushes: whether it flushes subnormal numbers.
-        given: constants as last sources.
     """
 
     opcode: str
@@ -134,16 +135,14 @@ def wanted(rule: Rule, given: tuple[int, ...]) -> tuple[int | None, ...]:
 # --- the definitions ------------------------------------------------------------------------------
 
 
-def exactly(fractions: Callable[..., Any], floats: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of floats: by fractions if they are finite and the result is not zero."""
+def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function by fractions where its arguments are finite and the result is not zero."""
 
-    def function(*xs: float) -> Any:
-        if all(map(math.isfinite, xs)):
-            found = fractions(*map(Fraction, xs))
-            return found if found else floats(*xs)
-        return floats(*xs)
+    def exact(*xs: float) -> Any:
+        found = function(*map(Fraction, xs)) if all(map(math.isfinite, xs)) else 0
+        return found or function(*xs)
 
-    return function
+    return exact
 
 
 def quotient(a: float, b: float) -> Any:
@@ -168,42 +167,24 @@ def root(a: float) -> Any:
     return (whole + sticky) / (Fraction(exact.denominator) * (1 << 300))
 
 
-def least(sign: int, nan: bool) -> Callable[..., Any]:
-    """Return the function that takes the lesser of two numbers, or with sign -1 the greater."""
-
-    def function(a: float, b: float) -> float:
-        if math.isnan(a) or math.isnan(b):
-            return (
-                math.nan if nan or (math.isnan(a) and math.isnan(b)) else b if math.isnan(a) else a
-            )
-        pairs = sorted([a, b], key=lambda x: (sign * x, sign * math.copysign(1, x)))
-        return pairs[0]
-
-    return function
+def least(sign: int, nan: bool, a: float, b: float) -> float:
+    """Return the lesser of two numbers, or with sign -1 the greater; NaN only if asked to, or if both are."""
+    lost = [math.isnan(x) for x in (a, b)]
+    if any(lost):
+        return math.nan if nan or all(lost) else b if lost[0] else a
+    return min(a, b, key=lambda x: (sign * x, sign * math.copysign(1, x)))
 
 
-def compares(order: str) -> Callable[..., tuple[bool, bool]]:
-    def function(a: Any, b: Any) -> tuple[bool, bool]:
-        unordered = a != a or b != b
-        if order in ("nan", "num"):
-            holds = unordered == (order == "nan")
-        elif len(order) == 3:
-            holds = unordered or getattr(operator, order[:2])(a, b)
-        else:
-            holds = not unordered and getattr(operator, order)(a, b)
-        return holds, not holds
-
-    return function
-
-
-def shifted(opcode: str, kind: str) -> Callable[[int, int], int]:
-    if opcode == "shl":
-        return lambda a, n: a << n if n < 64 else 0
-    return lambda a, n: a >> min(n, 64)
-
-
-def funnel(low: int, high: int, n: int) -> int:
-    return (high << 32 | low) << (n & 31) >> 32
+def compared(order: str, a: Any, b: Any) -> tuple[bool, bool]:
+    """Return whether a comparison holds, and whether it does not."""
+    unordered = a != a or b != b
+    if order == "nan":
+        holds = unordered
+    elif len(order) == 3:
+        holds = unordered or getattr(operator, order[:2])(a, b)
+    else:
+        holds = not unordered and getattr(operator, order)(a, b)
+    return holds, not holds
 
 
 def permuted(a: int, b: int, selectors: int) -> int:
@@ -216,57 +197,31 @@ def permuted(a: int, b: int, selectors: int) -> int:
     return int.from_bytes(bytes(found), "little")
 
 
-def field(a: int, at: int, count: int, size: int) -> int:
-    """Return the bits of a word as digits, the lowest first, above which its sign or 0 is repeated."""
+def field(a: int, at: int, count: int) -> int:
+    """Return some of 32 digits, the lowest first; above those of a are its sign's."""
     at, count = at & 255, count & 255
-    negative = a < 0
-    digits = [a >> i & 1 for i in range(size)]
-    last = digits[min(at + count - 1, size - 1)] if negative or (a >= 0 and count) else 0
-    return sum((digits[at + i] if i < count and at + i < size else last) << i for i in range(size))
+    digits = [a >> min(at + i, 64) & 1 for i in range(min(count, 32))]
+    return sum(digit << i for i, digit in enumerate(digits))
 
 
-def unsigned_field(size: int) -> Callable[..., int]:
-    def function(a: int, at: int, count: int) -> int:
-        at, count = at & 255, count & 255
-        return (a >> at) % (1 << min(count, size))
-
-    return function
-
-
-def signed_field(size: int) -> Callable[..., int]:
-    def function(a: int, at: int, count: int) -> int:
-        return field(a, at, count, size) if count & 255 else 0
-
-    return function
+def signed_field(a: int, at: int, count: int) -> int:
+    """Return the same as a signed number."""
+    count &= 255
+    found = field(a, at, count)
+    return found - (1 << count) if 0 < count < 32 and found >> (count - 1) else found
 
 
-def inserted(size: int) -> Callable[..., int]:
-    """Return the function that replaces digits of the second word by the lowest ones of the first."""
-
-    def function(a: int, b: int, at: int, count: int) -> int:
-        at, count = at & 255, count & 255
-        return sum(
-            ((a >> (i - at) if at <= i < at + count else b >> i) & 1) << i for i in range(size)
-        )
-
-    return function
+def whole(rounded: Callable[[float], int], x: float) -> float:
+    return math.copysign(float(rounded(x)), x) if math.isfinite(x) else x
 
 
-def converted(of: str, to: str, mode: str) -> Callable[[Any], Any]:
-    whole = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
-
-    def function(x: Any) -> Any:
-        if of not in FORMATS or to in FORMATS:
-            if mode in whole and math.isfinite(x):
-                return math.copysign(float(whole[mode](x)), x)
-            return x
-        low = -(1 << (bits_in(to) - 1)) if to[0] == "s" else 0
-        high = low + (1 << bits_in(to)) - 1
-        if math.isnan(x):
-            return 1 << (bits_in(to) - 1) if "64" in (of[1:], to[1:]) else 0
-        return (high if x > 0 else low) if math.isinf(x) else min(max(whole[mode](x), low), high)
-
-    return function
+def saturated(rounded: Callable[[Any], int], x: Any, of: str, to: str) -> int:
+    """Return a whole number of a type; those outside of its range become its end."""
+    low = -(1 << (bits_in(to) - 1)) if to[0] == "s" else 0
+    high = low + (1 << bits_in(to)) - 1
+    if math.isnan(x):
+        return 1 << (bits_in(to) - 1) if "64" in (of[1:], to[1:]) else 0
+    return (high if x > 0 else low) if math.isinf(x) else min(max(rounded(x), low), high)
 
 
 def truncated(a: int, b: int) -> tuple[int, int]:
@@ -275,239 +230,78 @@ def truncated(a: int, b: int) -> tuple[int, int]:
     return whole, a - whole * b
 
 
-def rules() -> Iterator[Rule]:
-    """Yield every instruction."""
-    yield from integers()
-    yield from comparisons()
-    yield from floats()
-    yield from conversions()
+def nearest(x: float, kind: str) -> int:
+    return quiet(encoded(x, kind), kind)
 
 
-def integers() -> Iterator[Rule]:
-
-    def same(opcode: str, kind: str, count: int, function: Callable[..., Any]) -> Rule:
-        return Rule(opcode, (kind,), (kind,) * count, function, ".ftz" in opcode)
-
-    kinds = [f"{sign}{bits}" for sign in "su" for bits in (16, 32, 64)]
-    for kind in kinds:
-        bits, wide = bits_in(kind), f"{kind[0]}{2 * bits_in(kind)}"
-        yield same(f"add.{kind}", kind, 2, operator.add)
-        yield same(f"sub.{kind}", kind, 2, operator.sub)
-        yield same(f"mul.lo.{kind}", kind, 2, operator.mul)
-        yield same(f"mul.hi.{kind}", kind, 2, lambda a, b, n=bits: a * b >> n)
-        yield same(f"mad.lo.{kind}", kind, 3, lambda a, b, c: a * b + c)
-        yield same(f"mad.hi.{kind}", kind, 3, lambda a, b, c, n=bits: (a * b >> n) + c)
-        yield same(f"min.{kind}", kind, 2, min)
-        yield same(f"max.{kind}", kind, 2, max)
-        yield same(f"div.{kind}", kind, 2, lambda a, b: truncated(a, b)[0])
-        yield same(f"rem.{kind}", kind, 2, lambda a, b: truncated(a, b)[1])
-        if bits < 64:
-            yield Rule(f"mul.wide.{kind}", (wide,), (kind, kind), operator.mul)
-            yield Rule(f"mad.wide.{kind}", (wide,), (kind, kind, wide), lambda a, b, c: a * b + c)
-        yield Rule(f"shr.{kind}", (kind,), (kind, "u32"), shifted("shr", kind))
-        if kind[0] == "s":
-            yield same(f"neg.{kind}", kind, 1, operator.neg)
-            yield same(f"abs.{kind}", kind, 1, abs)
-    for size in (16, 32, 64):
-        kind = f"b{size}"
-        for name in ("and", "or", "xor"):
-            yield same(
-                f"{name}.{kind}", kind, 2, getattr(operator, f"{name}_" if name != "xor" else "xor")
-            )
-        yield same(f"not.{kind}", kind, 1, operator.invert)
-        yield Rule(f"shl.{kind}", (kind,), (kind, "u32"), shifted("shl", kind))
-        yield Rule(f"selp.{kind}", (kind,), (kind, kind, "pred"), lambda a, b, p: a if p else b)
-        yield same(f"mov.{kind}", kind, 1, lambda a: a)
-        yield same(f"mov.u{size}", f"u{size}", 1, lambda a: a)
-    for name in ("and", "or", "xor"):
-        function = {"and": min, "or": max, "xor": operator.ne}[name]
-        yield same(f"{name}.pred", "pred", 2, function)
-    yield same("not.pred", "pred", 1, operator.not_)
-    yield same("mov.pred", "pred", 1, lambda a: a)
-    yield same("shf.l.wrap.b32", "u32", 3, funnel)
-    yield same("shf.l.clamp.b32", "u32", 3, lambda a, b, n: (b << 32 | a) << min(n, 32) >> 32)
-    yield same("shf.r.wrap.b32", "u32", 3, lambda a, b, n: (b << 32 | a) >> (n & 31))
-    yield same("shf.r.clamp.b32", "u32", 3, lambda a, b, n: (b << 32 | a) >> min(n, 32))
-    yield same("prmt.b32", "b32", 3, permuted)
-    for size in (32, 64):
-        for sign, function in (("u", unsigned_field(size)), ("s", signed_field(size))):
-            kind = f"{sign}{size}"
-            yield Rule(f"bfe.{kind}", (kind,), (kind, "u32", "u32"), function)
-        sources = (f"b{size}", f"b{size}", "u32", "u32")
-        yield Rule(f"bfi.b{size}", (f"b{size}",), sources, inserted(size))
-        yield Rule(f"clz.b{size}", ("u32",), (f"b{size}",), lambda a, n=size: n - a.bit_length())
-        yield Rule(
-            f"brev.b{size}",
-            (f"b{size}",),
-            (f"b{size}",),
-            lambda a, n=size: int(f"{a:0{n}b}"[::-1], 2),
-        )
-        yield Rule(f"popc.b{size}", ("u32",), (f"b{size}",), int.bit_count)
-
-
-def comparisons() -> Iterator[Rule]:
-    for order in ORDERS:
-        for kind in ("s16", "s32", "s64", "u16", "u32", "u64", *FORMATS):
-            yield Rule(f"setp.{order}.{kind}", ("pred", "pred"), (kind, kind), compares(order))
-        for kind in FORMATS:
-            name = f"setp.{order}u.{kind}"
-            yield Rule(name, ("pred", "pred"), (kind, kind), compares(f"{order}u"))
-    for kind in FORMATS:
-        for order in ("nan", "num"):
-            yield Rule(f"setp.{order}.{kind}", ("pred", "pred"), (kind, kind), compares(order))
-    for order in ("eq", "ne"):
-        for kind in ("b16", "b32", "b64"):
-            yield Rule(f"setp.{order}.{kind}", ("pred", "pred"), (kind, kind), compares(order))
-    for name, meant in {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.items():
-        yield Rule(f"setp.{name}.u32", ("pred", "pred"), ("u32", "u32"), compares(meant))
-    for name, join in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
-        yield Rule(
-            f"setp.lt.{name}.s32",
-            ("pred", "pred"),
-            ("s32", "s32", "pred"),
-            lambda a, b, p, join=join: (join(a < b, p), join(a >= b, p)),
-        )
-    yield Rule("setp.lt.ftz.f32", ("pred", "pred"), ("f32", "f32"), compares("lt"), True)
-
-
-def floats() -> Iterator[Rule]:
-    for kind in FORMATS:
-        for mode in ("rn.ftz", "rn") if kind == "f32" else ("rn",):
-            flushes = mode != "rn"
-
-            def same(
-                name: str,
-                count: int,
-                function: Callable[..., Any],
-                kind: str = kind,
-                mode: str = mode,
-                flushes: bool = flushes,
-            ) -> Rule:
-                return Rule(f"{name}.{mode}.{kind}", (kind,), (kind,) * count, function, flushes)
-
-            yield same("add", 2, exactly(operator.add, operator.add))
-            yield same("sub", 2, exactly(operator.sub, operator.sub))
-            yield same("mul", 2, exactly(operator.mul, operator.mul))
-            fused = lambda a, b, c: a * b + c  # noqa: E731
-            yield same("fma", 3, exactly(fused, fused))
-            if kind in ("f32", "f64"):
-                yield same("div", 2, quotient)
-                yield same("sqrt", 1, root)
-                yield same("rcp", 1, lambda a: quotient(1.0, a))
-        for ftz in ("", ".ftz") if kind == "f32" else ("",):
-            for name, sign in (("min", 1), ("max", -1)):
-                for nan in ("", ".NaN"):
-                    opcode = f"{name}{ftz}{nan}.{kind}"
-                    yield Rule(opcode, (kind,), (kind, kind), least(sign, bool(nan)), bool(ftz))
-            yield Rule(f"neg{ftz}.{kind}", (kind,), (kind,), operator.neg, bool(ftz))
-            yield Rule(f"abs{ftz}.{kind}", (kind,), (kind,), abs, bool(ftz))
-        if kind == "f32":
-            for nan in (False, True):
-                three = lambda a, b, c, nan=nan: least(-1, nan)(least(-1, nan)(a, b), c)  # noqa: E731
-                yield Rule(f"max{'.NaN' if nan else ''}.f32", ("f32",), ("f32",) * 3, three)
-        if kind in ("f16", "bf16"):
-            for name, function in (("add", operator.add), ("sub", operator.sub)):
-                opcode = f"{name}.rn.f32.{kind}"
-                yield Rule(opcode, ("f32",), (kind, "f32"), exactly(function, function))
-            opcode = f"fma.rn.f32.{kind}"
-            yield Rule(opcode, ("f32",), (kind, kind, "f32"), exactly(fused, fused))
-        if kind in ("f32", "f64"):
-            yield Rule(f"selp.{kind}", (kind,), (kind, kind, "pred"), lambda a, b, p: a if p else b)
-
-
-def packed() -> Iterator[Rule]:
-    """Yield the instructions of packed types: each does what another does, for both elements."""
-    for opcode in (
-        *("add.s16x2", "sub.u16x2", "min.s16x2", "add.rn.f32x2", "mul.rn.f32x2", "sub.rn.f32x2"),
-        *("fma.rn.f32x2", "fma.rn.bf16x2", "fma.rn.f16x2"),
-        *("neg.bf16x2", "neg.f16x2", "abs.bf16x2", "abs.f16x2", "min.bf16x2", "max.NaN.f16x2"),
-        "add.rn.ftz.f32x2",
-        *(f"{name}.rn.{kind}x2" for name in ("add", "sub", "mul") for kind in HALVES),
-        *(
-            f"setp.{order}.{kind}x2"
-            for order in (*ORDERS, "nan", "num", "ltu", "neu")
-            for kind in HALVES
-        ),
-    ):
-        name, kind = opcode.removesuffix("x2"), opcode.rpartition(".")[2]
-        of = next(rule for rule in rules() if rule.opcode == name)
-
-        def function(*xs: int, of: Rule = of, kind: str = kind) -> Any:
-            found = [wanted(of, each) for each in zip(*(halves(x, kind) for x in xs))]
-            if of.results[0] == "pred":
-                return found[0][0], found[1][0]
-            low, high = (quiet(x[0], of.results[0]) for x in found)
-            return low | high << bits_in(kind)
-
-        results = ("pred", "pred") if opcode.startswith("setp") else (kind,)
-        yield Rule(opcode, results, (kind,) * len(of.sources), function)
-    for kind in HALVES:
-        yield Rule(
-            f"cvt.rn.{kind}x2.f32",
-            (f"{kind}x2",),
-            ("f32", "f32"),
-            lambda high, low, kind=kind: (
-                quiet(encoded(high, kind), kind) << 16 | quiet(encoded(low, kind), kind)
-            ),
-        )
-
-
-def eighth(kind: str) -> Callable[[float], int]:
-    """Return the function to the code of the nearest number of a format of 8 bits, of two as near the even one."""
+@functools.cache
+def numbers_of(kind: str) -> list[Fraction]:
+    """Return the positive numbers of a format of 8 bits, by their codes."""
     fraction, bias, most = {"e4m3": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B)}[kind]
     numbers = []
     for bits in range(most + 1):
         power, part = bits >> fraction, bits & ((1 << fraction) - 1)
         whole = part + (1 << fraction if power else 0)
         numbers.append(Fraction(whole) * Fraction(2) ** (max(power, 1) - bias - fraction))
-
-    def code(x: float) -> int:
-        if math.isnan(x):
-            return 0x7F
-        sign = 0x80 if math.copysign(1, x) < 0 else 0
-        size = numbers[-1] if math.isinf(x) else min(abs(Fraction(x)), numbers[-1])
-        at = bisect.bisect_left(numbers, size)
-        near = [i for i in (at - 1, at) if i >= 0]
-        return sign | min(near, key=lambda i: (abs(numbers[i] - size), i % 2))
-
-    return code
+    return numbers
 
 
-def conversions() -> Iterator[Rule]:
-    for kind in ("e4m3", "e5m2"):
-        code = eighth(kind)
-        both = lambda high, low, code=code: code(high) << 8 | code(low)  # noqa: E731
-        yield Rule(f"cvt.rn.satfinite.{kind}x2.f32", ("b16",), ("f32", "f32"), both)
-    for of in ("s16", "s32", "s64", "u16", "u32", "u64"):
-        for to in ("s16", "s32", "s64", "u16", "u32", "u64"):
-            yield Rule(f"cvt.{to}.{of}", (to,), (of,), converted(of, to, ""))
-        for to in ("f32", "f64"):
-            yield Rule(f"cvt.rn.{to}.{of}", (to,), (of,), converted(of, to, ""))
-    for of in ("f32", "f64", "f16", "bf16"):
-        for to in ("s32", "s64", "u32", "u64"):
-            for mode in ("rni", "rzi", "rmi", "rpi"):
-                yield Rule(f"cvt.{mode}.{to}.{of}", (to,), (of,), converted(of, to, mode))
-    for mode in ("rni", "rzi", "rmi", "rpi"):
-        for kind in ("f32", "f64"):
-            name = f"cvt.{mode}.{kind}.{kind}"
-            yield Rule(name, (kind,), (kind,), converted(kind, kind, mode))
-    name = "cvt.rni.ftz.s32.f32"
-    yield Rule(name, ("s32",), ("f32",), converted("f32", "s32", "rni"), True)
-    yield Rule("cvt.rmi.ftz.f32.f32", ("f32",), ("f32",), converted("f32", "f32", "rmi"), True)
-    for of, to in (("f64", "f32"), *((wide, kind) for wide in ("f32", "f64") for kind in HALVES)):
-        yield Rule(f"cvt.rn.{to}.{of}", (to,), (of,), lambda x: x)
-        yield Rule(f"cvt.{of}.{to}", (of,), (to,), lambda x: x)
+def eighth(x: float, kind: str) -> int:
+    """Return the code of the nearest number of a format of 8 bits, of two as near the even one."""
+    if math.isnan(x):
+        return 0x7F
+    numbers, sign = numbers_of(kind), 0x80 if math.copysign(1, x) < 0 else 0
+    size = numbers[-1] if math.isinf(x) else min(abs(Fraction(x)), numbers[-1])
+    at = bisect.bisect_left(numbers, size)
+    near = [i for i in (at - 1, at) if i >= 0]
+    return sign | min(near, key=lambda i: (abs(numbers[i] - size), i % 2))
 
 
-RULES = {f"{rule.opcode} of {len(rule.sources)}": rule for rule in (*rules(), *packed())}
+def packed(of: Rule) -> Rule:
+    """Return the instruction of a packed type: it does what another does, for both elements."""
+    kind = f"{of.sources[0]}x2"
+
+    def function(*xs: int) -> Any:
+        found = [wanted(of, each) for each in zip(*(halves(x, kind) for x in xs))]
+        if of.results[0] == "pred":
+            return found[0][0], found[1][0]
+        low, high = (quiet(x[0], of.results[0]) for x in found)
+        return low | high << bits_in(kind)
+
+    results = of.results if of.results[0] == "pred" else (kind,)
+    return Rule(f"{of.opcode}x2", results, (kind,) * len(of.sources), function)
+
+
+def rules() -> Iterator[Rule]:
+    """Yield every instruction: the rows of definitions.jsonl.
+
+    A row defines an opcode for each kind of number `k`, where `w` is the one of twice the bits, and for each of `o`.
+    It has the types of the sources a, b and c, those of the results, and the result in exact arithmetic; `exact` where
+    floats become fractions. Numbers of the kinds `packed` may also be elements of a packed type.
+    """
+    for line in Path(__file__).with_suffix(".jsonl").read_text("utf-8").splitlines():
+        row = json.loads(line)
+        for k, o in itertools.product(row.get("k", "u16").split(), row.get("o", "eq").split()):
+            names = {"k": k, "o": o, "w": f"{k[0]}{2 * bits_in(k)}" if "{w}" in line else ""}
+            opcode, of, to, result = (
+                row[x].format(**names) for x in ("opcode", "from", "to", "is")
+            )
+            sources = tuple(of.split())
+            function = eval(f"lambda {', '.join('abc'[: len(sources)])}: {result}", globals())
+            function = exactly(function) if "exact" in row else function
+            yield (rule := Rule(opcode, tuple(to.split()), sources, function, ".ftz" in opcode))
+            if sources[0] in row.get("packed", "").split():
+                yield packed(rule)
+
+
+RULES = {f"{rule.opcode} of {len(rule.sources)}": rule for rule in rules()}
 
 #: What other tests test: control, memory, exchanges, and chains of carries.
 _ELSEWHERE = re.compile(
-    r"bra(\.uni)?|ret|exit|bar\.sync|bar\.warp\.sync|cvta(\.to)?\.(local|global)\.u64|lop3\.b32"
+    r"bra(\.uni)?|ret|exit|bar\.sync|bar\.warp\.sync"
     r"|(ld|st)\.(global|shared(::cta)?|local|param)(\.nc|\.L1::\w+)?(\.v[24])?\.[bsu](8|16|32|64)"
-    r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared(::cta)?\.b16"
-    r"|shfl\.sync\.(up|down|bfly|idx)\.b32|redux\.sync\.\w+(\.NaN)?\.\w+32"
-    r"|(add|sub|addc|subc|mad\.lo|madc\.hi)(\.cc)?\.u32"
+    r"|(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(::cta)?\.b16"
+    r"|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.\w+(\.NaN)?\.f32|mad\.lo\.cc\.u32|madc\.hi\.u32"
 )
 
 

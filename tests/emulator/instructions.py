@@ -88,63 +88,33 @@ def _sum(name: str, kind: str) -> Meaning:
     return same(kind, 2, np.add if name == "add" else np.subtract)
 
 
-@defines(r"(mul|mad)\.(lo|wide|hi)\.([su])(16|32|64)")
-def _product(name: str, part: str, sign: str, bits: str) -> Meaning:
-    kind, double = f"{sign}{bits}", f"{sign}{2 * int(bits)}"
-    to = double if part == "wide" else kind
-    if part == "wide" and bits == "64":
-        raise Fault(f"the instruction {name}.wide.{kind} is unknown")
+@defines(r"(mul|mad)\.(?:lo\.([su](?:16|32|64))|wide\.([su])(16|32))")
+def _product(name: str, kind: str | None, sign: str, bits: str) -> Meaning:
+    of, to = (kind, kind) if kind else (f"{sign}{bits}", f"{sign}{2 * int(bits)}")
+    wide = np.dtype(VIEWS.get(to, BITS[to]))
 
     def product(a: Array, b: Array) -> Array:
-        if part == "lo":
-            return a * b
-        if bits == "64":
-            return high_of(a, b)
-        wide = np.dtype(f"{'i' if sign == 's' else 'u'}{int(bits) // 4}")
-        exact = a.astype(wide) * b.astype(wide)
-        return exact if part == "wide" else (exact >> wide.type(int(bits))).astype(a.dtype)
+        return a.astype(wide) * b.astype(wide)
 
     if name == "mul":
-        return Meaning((to,), (kind, kind), product)
-    return Meaning((to,), (kind, kind, to), lambda a, b, c: product(a, b) + c)
+        return Meaning((to,), (of, of), product)
+    return Meaning((to,), (of, of, to), lambda a, b, c: product(a, b) + c)
 
 
-def high_of(a: Array, b: Array) -> Array:
-    """Return the upper 64 bits of products of 64-bit integers."""
-    u, v = a.view("u8"), b.view("u8")
-    mask, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    (u0, u1), (v0, v1) = (u & mask, u >> half), (v & mask, v >> half)
-    middle = u1 * v0 + (u0 * v0 >> half)
-    low = u0 * v1 + (middle & mask)
-    high = u1 * v1 + (middle >> half) + (low >> half)
-    if a.dtype.kind == "i":
-        high = high - np.where(a < 0, v, 0).astype("u8") - np.where(b < 0, u, 0).astype("u8")
-    return high.view(a.dtype)
+@defines(r"(mad\.lo\.cc|madc\.hi)\.u32")
+def _carries(name: str) -> Meaning:
+    """The halves of a longer product: the lower one sets the carry, the upper one takes it."""
+    half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
 
+    def carried(a: Array, b: Array, c: Array, carry: Array | None = None) -> Any:
+        product = a.astype("u8") * b.astype("u8")
+        if carry is not None:
+            return ((product >> half) + c + carry).astype("u4")
+        total = (product & mask) + c
+        return total.astype("u4"), total > mask
 
-@defines(r"(add|sub|addc|subc|mad\.lo|mad\.hi|madc\.lo|madc\.hi)(\.cc)?\.([su]32|b32)")
-def _carries(name: str, cc: str | None, kind: str) -> Meaning:
-    takes = name.partition(".")[0][-1] == "c"
-    if not takes and not cc:
-        return meaning_of(f"{name}.{kind}", 3 if name[0] == "m" else 2)
-
-    def carried(*given: Array) -> Any:
-        values = [np.asarray(x).astype("u8") & np.uint64(0xFFFFFFFF) for x in given]
-        carry = values.pop() if takes else np.uint64(0)
-        if name[0] == "m":
-            product = values[0] * values[1]
-            high = name.endswith("hi")
-            part = product >> np.uint64(32) if high else product & np.uint64(0xFFFFFFFF)
-            total = part + values[2] + carry
-        else:
-            total = (
-                values[0] + carry + values[1] if name[0] == "a" else values[0] - values[1] - carry
-            )
-        low = (total & np.uint64(0xFFFFFFFF)).astype("u4")
-        return (low, (total >> np.uint64(32) & np.uint64(1)) != 0) if cc else low
-
-    sources = ("u32",) * (3 if name[0] == "m" else 2)
-    return Meaning(("u32",), sources, carried, takes_carry=takes, sets_carry=bool(cc))
+    takes = name == "madc.hi"
+    return Meaning(("u32",), ("u32",) * 3, carried, takes_carry=takes, sets_carry=not takes)
 
 
 @defines(r"(div|rem)\.([su](?:16|32|64))")
@@ -158,7 +128,7 @@ def _divide(name: str, kind: str) -> Meaning:
     return same(kind, 2, divide)
 
 
-@defines(r"(min|max)\.([su](?:16|32|64|16x2))")
+@defines(r"(min|max)\.([su](?:16|32|64))")
 def _least(name: str, kind: str) -> Meaning:
     return same(kind, 2, np.minimum if name == "min" else np.maximum)
 
@@ -192,59 +162,26 @@ def _shift(name: str, kind: str) -> Meaning:
     return Meaning((kind,), (kind, "u32"), shift)
 
 
-@defines(r"shf\.(l|r)\.(wrap|clamp)\.b32")
-def _funnel(way: str, mode: str) -> Meaning:
+@defines(r"shf\.l\.wrap\.b32")
+def _funnel() -> Meaning:
     def shift(low: Array, high: Array, by: Array) -> Array:
         both = low.astype("u8") | high.astype("u8") << np.uint64(32)
-        n = (by & 31 if mode == "wrap" else np.minimum(by, 32)).astype("u8")
-        return (both >> n if way == "r" else both << n >> np.uint64(32)).astype("u4")
+        return (both << (by & 31).astype("u8") >> np.uint64(32)).astype("u4")
 
     return same("u32", 3, shift)
 
 
-@defines(r"bfe\.([su])(32|64)")
-def _extract(sign: str, bits: str) -> Meaning:
-    size = int(bits)
+@defines(r"bfe\.([su])32")
+def _extract(sign: str) -> Meaning:
+    kind, wide = f"{sign}32", np.dtype("i8" if sign == "s" else "u8")
 
     def extract(a: Array, at: Array, count: Array) -> Array:
-        at, count = (np.int64(1) * (x & 255) for x in (at, count))
-        unsigned = a.view(f"u{size // 8}")
-        zero = unsigned.dtype.type(0)
-        shifted = np.where(
-            at < size, unsigned >> np.minimum(at, size - 1).astype(unsigned.dtype), zero
-        )
-        field = np.where(count < size, shifted & low_bits(count, size), shifted)
-        if sign == "u":
-            return field
-        last = np.minimum(at + count - 1, size - 1)
-        negative = (
-            unsigned >> np.maximum(last, 0).astype(unsigned.dtype) & zero.dtype.type(1)
-        ) != 0
-        kept = np.minimum(count, np.maximum(size - at, 0))
-        fill = np.where(negative & (count > 0), ~low_bits(kept, size), zero)
-        return (field | fill).view(a.dtype)
+        at, count = (x.astype(wide) & 255 for x in (at, count))
+        above = (64 - np.clip(count, 1, 32)).astype(wide)
+        found = a.astype(wide) >> np.minimum(at, 63) << above >> above
+        return np.where(count > 0, found, 0).astype(a.dtype)
 
-    return Meaning((f"{sign}{bits}",), (f"{sign}{bits}", "u32", "u32"), extract)
-
-
-def low_bits(count: Array, size: int) -> Array:
-    """Return words whose lowest bits are 1."""
-    kind = np.dtype(f"u{size // 8}").type
-    some = (kind(1) << np.minimum(count, size - 1).astype(kind)) - kind(1)
-    return np.where(count >= size, ~kind(0), some)
-
-
-@defines(r"bfi\.b(32|64)")
-def _insert(bits: str) -> Meaning:
-    size = int(bits)
-
-    def insert(a: Array, b: Array, at: Array, count: Array) -> Array:
-        at, count = (np.int64(1) * (x & 255) for x in (at, count))
-        by = np.minimum(at, size - 1).astype(a.dtype)
-        mask = np.where(at < size, low_bits(count, size) << by, a.dtype.type(0))
-        return (b & ~mask) | (a << by & mask)
-
-    return Meaning((f"b{bits}",), (f"b{bits}", f"b{bits}", "u32", "u32"), insert)
+    return Meaning((kind,), (kind, "u32", "u32"), extract)
 
 
 @defines(r"prmt\.b32")
@@ -261,34 +198,6 @@ def _permute() -> Meaning:
         return result.astype("u4")
 
     return same("b32", 3, permute)
-
-
-@defines(r"lop3\.b32")
-def _lookup() -> Meaning:
-    def lookup(a: Array, b: Array, c: Array, table: Array) -> Array:
-        result = np.zeros(1, "u4")
-        for i in range(8):
-            chosen = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-            result = result | np.where(table >> i & 1, chosen, 0).astype("u4")
-        return result
-
-    return same("b32", 4, lookup)
-
-
-@defines(r"(clz|popc|brev)\.b(32|64)")
-def _count(name: str, bits: str) -> Meaning:
-    def count(a: Array) -> Array:
-        digits = np.unpackbits(
-            a.astype(f">u{int(bits) // 8}").view("u1").reshape(len(a), -1), axis=1
-        )
-        if name == "popc":
-            return digits.sum(1, dtype="u4")
-        if name == "brev":
-            back = np.packbits(digits[:, ::-1], axis=1)
-            return np.ascontiguousarray(back).view(f">u{int(bits) // 8}")[:, 0].astype(a.dtype)
-        return np.where(a == 0, int(bits), digits.argmax(1)).astype("u4")
-
-    return Meaning((f"b{bits}" if name == "brev" else "u32",), (f"b{bits}",), count)
 
 
 # --- floating point -------------------------------------------------------------------------------
@@ -331,14 +240,13 @@ def _fused(ftz: str | None, kind: str) -> Meaning:
     return same(kind, 3, either(_of_float32(ftz, kind), narrow))
 
 
-@defines(r"(div|sqrt|rcp)\.rn(\.ftz)?\.(f32|f64)")
+@defines(r"(div|sqrt)\.rn(\.ftz)?\.(f32|f64)")
 def _quotient(name: str, ftz: str | None, kind: str) -> Meaning:
-    functions: dict[str, Any] = {"div": np.divide, "sqrt": np.sqrt, "rcp": lambda x: 1 / x}
-    ftz = _of_float32(ftz, kind)
-    return same(kind, 2 if name == "div" else 1, either(ftz, functions[name]))
+    function: Callable[..., Array] = np.divide if name == "div" else np.sqrt
+    return same(kind, 2 if name == "div" else 1, either(_of_float32(ftz, kind), function))
 
 
-@defines(rf"(min|max)(\.ftz)?(\.NaN)?\.(f32|f64|{_HALVES})")
+@defines(r"(min|max)(\.ftz)?(\.NaN)?\.(f32|f64)")
 def _least_float(name: str, ftz: str | None, nan: str | None, kind: str) -> Meaning:
     """A NaN gives the other operand, or with ".NaN" NaN; -0 is less than 0."""
 
@@ -369,44 +277,33 @@ _ORDERS: dict[str, Callable[..., Array]] = {
     "eq": np.equal,
     "ne": np.not_equal,
 }
-_UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
-@defines(r"setp\.([a-z]+)(?:\.(and|or|xor))?(\.ftz)?\.([a-z]+\d+(?:x2)?)")
-def _compare(order: str, joined: str | None, ftz: str | None, kind: str) -> Meaning:
+@defines(r"setp\.([a-z]+)(\.ftz)?\.([a-z]+\d+(?:x2)?)")
+def _compare(order: str, ftz: str | None, kind: str) -> Meaning:
     """Return whether a comparison holds, and for two results also whether it does not.
 
     Comparisons with NaN do not hold, except those that end with "u". Of a packed type the two
     results are those of its two elements.
     """
-    floating, packed = "f" in kind, kind.endswith("x2")
-    known = order in _ORDERS or (
-        (order in ("num", "nan") or (order[-1] == "u" and order[:-1] in _ORDERS))
-        if floating
-        else order in _UNSIGNED and kind[0] == "u"
-    )
-    if kind not in BITS or not known or (packed and joined):
+    floating = "f" in kind
+    plain = order.removesuffix("u") if floating else order
+    if kind not in BITS or not (plain in _ORDERS or (floating and order == "nan")):
         raise Fault(f"the comparison {order} of {kind} is unknown")
 
-    def compare(a: Array, b: Array, other: Array | None = None) -> Any:
+    def compare(a: Array, b: Array) -> Any:
         if ftz:
             a, b = flushed(a), flushed(b)
         unordered = np.isnan(a) | np.isnan(b) if floating else np.False_
-        if order in ("num", "nan"):
-            holds = unordered if order == "nan" else ~unordered
-        elif floating and order[-1] == "u":
-            holds = _ORDERS[order[:-1]](a, b) | unordered
+        if order == "nan":
+            holds = unordered
         else:
-            holds = _ORDERS[_UNSIGNED.get(order, order)](a, b) & ~unordered
-        if packed:
-            return holds[:, 0], holds[:, 1]
-        if joined is None:
-            return holds, ~holds
-        join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[joined]
-        return join(holds, other), join(~holds, other)
+            found = _ORDERS[plain](a, b)
+            holds = found | unordered if plain != order else found & ~unordered
+        return (holds[:, 0], holds[:, 1]) if kind.endswith("x2") else (holds, ~holds)
 
     _of_float32(ftz, kind)
-    return Meaning(("pred", "pred"), (kind, kind, *(["pred"] if joined else [])), compare)
+    return Meaning(("pred", "pred"), (kind, kind), compare)
 
 
 @defines(r"selp\.([sub](?:16|32|64)|f32|f64)")
@@ -492,42 +389,31 @@ def _pack_eight(kind: str) -> Meaning:
 # --- warps ----------------------------------------------------------------------------------------
 
 
-@defines(r"shfl\.sync\.(up|down|bfly|idx)\.b32")
+@defines(r"shfl\.sync\.(bfly|idx)\.b32")
 def _shuffle(mode: str) -> Meaning:
     def shuffle(a: Array, b: Array, c: Array, members: Array) -> tuple[Array, Array]:
         _all_lanes(members, "shfl.sync")
         lane = np.arange(32)
         b, segment, clamp = (x.astype("i8") & 31 for x in (b, c >> np.uint32(8), c))
         first = lane & segment
-        last = first | (clamp & ~segment)
-        source = {
-            "up": lane - b,
-            "down": lane + b,
-            "bfly": lane ^ b,
-            "idx": first | (b & ~segment),
-        }[mode]
-        valid = source >= last if mode == "up" else source <= last
+        source = lane ^ b if mode == "bfly" else first | (b & ~segment)
+        valid = source <= (first | (clamp & ~segment))
         source = np.where(valid, source, lane)
         return np.take_along_axis(a, np.broadcast_to(source, a.shape), 1), valid
 
     return Meaning(("b32", "pred"), ("b32", "u32", "u32", "u32"), shuffle, whole=True)
 
 
-@defines(r"redux\.sync\.(add|min|max|and|or|xor)(\.NaN)?\.([sub]32|f32)")
-def _reduce(name: str, nan: str | None, kind: str) -> Meaning:
-    if name in ("add", "min", "max"):
-        pair = meaning_of(f"{name}{nan or ''}.{kind}", 2).function
-    else:
-        pair = meaning_of(f"{name}.{kind}", 2).function
-    if (kind == "f32" and name == "add") or (nan and kind != "f32"):
-        raise Fault(f"the instruction redux.sync.{name}{nan or ''}.{kind} is unknown")
+@defines(r"redux\.sync\.((?:min|max)(?:\.NaN)?\.f32)")
+def _reduce(name: str) -> Meaning:
+    pair = meaning_of(name, 2).function
 
     def reduce(a: Array, members: Array) -> Array:
         _all_lanes(members, "redux.sync")
         total = functools.reduce(pair, [a[:, i] for i in range(32)])
         return np.repeat(total[:, None], 32, 1)
 
-    return Meaning((kind,), (kind, "u32"), reduce, whole=True)
+    return Meaning(("f32",), ("f32", "u32"), reduce, whole=True)
 
 
 def _all_lanes(members: Array, name: str) -> None:

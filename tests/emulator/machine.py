@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.emulator.instructions import Meaning, meaning_of
-from tests.emulator.memory import Global, Local, Runs, Shared, Warps
+from tests.emulator.memory import Global, Own, Runs, Warps
 from tests.emulator.parse import Fault, Instruction, Kernel
 from tests.emulator.values import BITS, Array, read, write
 
@@ -22,13 +22,11 @@ Read = Callable[["Grid", At], Array]
 Step = Callable[["Grid", At], None]
 
 _ACCESS = re.compile(
-    r"(ld|st)(?:\.(global|shared|local|param)(?:::cta)?)?(?:\.(?:nc|L[12]::\w+(?:::\w+)*))*"
+    r"(ld|st)\.(global|shared|local|param)(?:::cta)?(?:\.(?:nc|L[12]::\w+(?:::\w+)*))*"
     r"(?:\.v([24]))?\.([sub](?:8|16|32|64)|f32|f64)"
 )
 _ADDRESS = re.compile(r"\[\s*([%$\w]+)\s*(?:\+\s*(-?\d+))?\s*\]")
-_MATRIX = re.compile(
-    r"(ldmatrix|stmatrix)\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16"
-)
+_MATRIX = re.compile(r"(ldmatrix|stmatrix)\.sync\.aligned\.m8n8\.x[124]\.shared(?:::cta)?\.b16")
 _MOST_STEPS = 20_000_000
 
 
@@ -104,8 +102,8 @@ class Grid:
         self.registers: dict[str, Array] = {}
         self.carry = np.zeros(self.size, bool)
         self.parameters = dict(zip((name for name, _ in kernel.parameters), values, strict=True))
-        self.shared = Shared(shared, count, self.warps, kernel.threads)
-        self.local = Local(sum(kernel.local.values()), self.size)
+        self.shared = Own("shared", shared, self.of_program, self.warps)
+        self.local = Own("local", sum(kernel.local.values()), thread, self.warps)
         self.memory = Global(runs, kernel.constants.values(), self.warps)
         self.random = None if seed is None else np.random.default_rng(seed)
         self.every = np.arange(self.size)
@@ -253,11 +251,9 @@ def _decoded(one: Instruction, kernel: Kernel) -> tuple[Control | None, Step, bo
     if one.opcode == "bar.warp.sync":
         return Control("warp"), nothing, True
     if found := _MATRIX.fullmatch(one.opcode):
-        return None, _matrix(one, kernel, found[1] == "stmatrix", bool(found[3])), True
+        return None, _matrix(one, kernel, found[1] == "stmatrix"), True
     if name in ("ld", "st"):
         return None, _access(one, kernel), False
-    if name == "cvta":
-        return None, _space(one, kernel), False
     if name == "mov" and any(isinstance(x, tuple) for x in one.operands):
         return None, _packed(one, kernel), False
     step, whole = _arithmetic(one, kernel)
@@ -382,21 +378,6 @@ def _packed(one: Instruction, kernel: Kernel) -> Step:
     return part
 
 
-def _space(one: Instruction, kernel: Kernel) -> Step:
-    """Return the conversion of an address between the generic space and another."""
-    found = re.fullmatch(r"cvta(\.to)?\.(global|local)\.u64", one.opcode)
-    if found is None:
-        raise Fault(f"the instruction {one.opcode} is unknown")
-    source, into = _source(one.operands[1], "u64", kernel), str(one.operands[0])
-    by = np.uint64(Local.BASE if found[2] == "local" else 0)
-
-    def convert(grid: Grid, at: At) -> None:
-        address = source(grid, at)
-        grid.put(into, address - by if found[1] else address + by, at)
-
-    return convert
-
-
 def _address(operand: Any, kind: str, kernel: Kernel) -> Read:
     found = _ADDRESS.fullmatch(operand)
     if found is None:
@@ -435,21 +416,14 @@ def _access(one: Instruction, kernel: Kernel) -> Step:
         return parameter
     address = _address(where, "u32" if space == "shared" else "u64", kernel)
 
-    def memory_of(grid: Grid, address: Array) -> Any:
-        if space == "shared":
-            return grid.shared
-        if space is not None:
-            return grid.local if space == "local" else grid.memory
-        is_local = address >= Local.BASE
-        if is_local.any() != is_local.all():
-            raise Fault(f"addresses of several kinds of memory: {text}")
-        return grid.local if is_local.any() else grid.memory
+    def memory_of(grid: Grid) -> Any:
+        return {"global": grid.memory, "shared": grid.shared, "local": grid.local}[space]
 
     if name == "ld":
 
         def load(grid: Grid, at: At) -> None:
             places = address(grid, at)
-            found = memory_of(grid, places).load(places, grid.every[at], size, len(names), text)
+            found = memory_of(grid).load(places, grid.every[at], size, len(names), text)
             for into, bits in zip(names, found):
                 if into != "_":
                     wider = (
@@ -463,16 +437,16 @@ def _access(one: Instruction, kernel: Kernel) -> Step:
     def store_(grid: Grid, at: At) -> None:
         places = address(grid, at)
         values = [source(grid, at) for source in sources]
-        memory_of(grid, places).store(places, grid.every[at], values, text)
+        memory_of(grid).store(places, grid.every[at], values, text)
 
     return store_
 
 
-def _matrix(one: Instruction, kernel: Kernel, stores: bool, transposed: bool) -> Step:
+def _matrix(one: Instruction, kernel: Kernel, stores: bool) -> Step:
     """Return the load or store of matrices of 8 rows of 8 elements of 16 bits.
 
     Lane 8 i + r has the address of row r of matrix i. Lane l has the elements 2 (l % 4) and the next
-    one of row l / 4; transposed, of that column.
+    one of row l / 4.
     """
     where, registers = one.operands if stores else one.operands[::-1]
     names = _listed(registers)
@@ -490,8 +464,6 @@ def _matrix(one: Instruction, kernel: Kernel, stores: bool, transposed: bool) ->
             value = np.broadcast_to(sources[i](grid, at), len(threads)) if stores else None
             for j in range(2):
                 row, column = lane // 4, 2 * (lane % 4) + j
-                if transposed:
-                    row, column = column, row
                 places = (rows[:, 8 * i + row] + 2 * column).ravel()
                 if value is not None:
                     half = (value >> np.uint32(16 * j)).astype("u2")

@@ -77,21 +77,28 @@ class Accesses:
         self.writer[places], self.written[places] = warp, now
 
 
-class Shared:
-    """The shared memory of all programs."""
+class Own:
+    """Memory that threads have for themselves, or that those of a program share.
 
-    def __init__(self, size: int, programs: int, warps: Warps, threads: int) -> None:
-        self.size, self.threads = size, threads
+    Args:
+        kind: its name: "local" or "shared".
+        size: bytes of each owner.
+        owner: the number of the owner of each thread.
+        warps: the warps of the grid.
+    """
+
+    def __init__(self, kind: str, size: int, owner: Array, warps: Warps) -> None:
+        self.kind, self.size, self.owner = kind, size, owner
         self.stride = -(-size // 16) * 16 + 16
-        self.bytes = np.full(programs * self.stride, 0xA5, "u1")
+        self.bytes = np.full((int(owner[-1]) + 1) * self.stride, 0xA5, "u1")
         self.accesses = Accesses(len(self.bytes), warps)
 
     def place(self, address: Array, threads: Array, size: int, text: str) -> Array:
         if (address % size).any():
             raise Fault(f"misaligned: {text}")
         if ((address < 0) | (address + size > self.size)).any():
-            raise Fault(f"outside of shared memory: {text}")
-        return address + threads // self.threads * self.stride
+            raise Fault(f"outside of {self.kind} memory: {text}")
+        return address + self.owner[threads].astype("i8") * self.stride
 
     def load(self, address: Array, threads: Array, unit: int, count: int, text: str) -> list[Array]:
         at = self.place(address, threads, unit * count, text)
@@ -123,35 +130,6 @@ def store(
     words[places] = given
     if (words[places] != given).any():
         raise Fault(f"race: threads store different values to one place: {text}")
-
-
-class Local:
-    """The local memory of each thread, at addresses that no tensor has."""
-
-    BASE = 1 << 62
-
-    def __init__(self, size: int, threads: int) -> None:
-        self.size = size
-        self.stride = -(-size // 16) * 16 + 16
-        self.bytes = np.full(threads * self.stride, 0xA5, "u1")
-
-    def load(self, address: Array, threads: Array, unit: int, count: int, text: str) -> list[Array]:
-        at = self._place(address, threads, unit * count, text) // unit
-        return [self.bytes.view(f"u{unit}")[at + i] for i in range(count)]
-
-    def store(self, address: Array, threads: Array, values: list[Array], text: str) -> None:
-        unit = values[0].itemsize
-        at = self._place(address, threads, unit * len(values), text) // unit
-        for i, value in enumerate(values):
-            self.bytes.view(f"u{unit}")[at + i] = value
-
-    def _place(self, address: Array, threads: Array, size: int, text: str) -> Array:
-        offset = address.astype("i8") % self.BASE
-        if (offset % size).any():
-            raise Fault(f"misaligned: {text}")
-        if (offset + size > self.size).any():
-            raise Fault(f"outside of local memory: {text}")
-        return offset + threads * self.stride
 
 
 @functools.cache

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,8 +18,8 @@ from tests.emulator.machine import Grid
 from tests.emulator.memory import runs_of
 from tests.emulator.parse import Fault, parse
 from tests.support.helpers import refused
+from tests.support.rows import read_rows
 
-SEEDS = (None, 0, 1, 2, 3)
 # %rd10 is the address of the thread's element of the first pointer, %rd11 of the second; %r5 is its index.
 PLACES = """
     mov.u32 %r3, %ntid.x;
@@ -27,7 +33,7 @@ def words(n: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + n, dtype=torch.int32)
 
 
-def result_of(body: str, threads: int = 32, programs: int = 1, **rest: int | None) -> list[int]:
+def result_of(body: str, threads: int = 32, programs: int = 1, **rest: Any) -> list[int]:
     """Return what threads leave in %r9, given the numbers from 100 on in %r8."""
     made = torch.zeros(threads * programs, dtype=torch.int32)
     body = f"{PLACES} ld.global.b32 %r8, [%rd10]; {body} st.global.b32 [%rd11], %r9;"
@@ -36,37 +42,22 @@ def result_of(body: str, threads: int = 32, programs: int = 1, **rest: int | Non
     return made.tolist()
 
 
-# --- threads --------------------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------
+
+ROWS = read_rows(Path(__file__).with_name("programs.jsonl"))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_threads_part_and_meet(seed: int | None) -> None:
-    """A loop of as many rounds as the thread's number, within a branch that odd threads do not take."""
-    body = """
-    mov.b32 %r9, 0;
-    and.b32 %r6, %r0, 1;
-    setp.ne.b32 %p1, %r6, 0;
-    @%p1 bra SKIP;
-    mov.b32 %r7, %r0;
-LOOP:
-    setp.eq.b32 %p2, %r7, 0;
-    @%p2 bra DONE;
-    add.s32 %r9, %r9, %r7;
-    sub.s32 %r7, %r7, 1;
-    bra.uni LOOP;
-DONE:
-    add.s32 %r9, %r9, 1000;
-SKIP:
-    add.s32 %r9, %r9, 1;
-    """
-    want = [1 if t % 2 else 1001 + t * (t + 1) // 2 for t in range(64)]
-    assert result_of(body, 64, seed=seed) == want
-
-
-def test_some_threads_end_early() -> None:
-    body = "setp.lt.u32 %p1, %r0, 5; @%p1 ret; mov.b32 %r9, 7;"
-    assert result_of(body) == [0] * 5 + [7] * 27
-    assert result_of(body.replace("@%p1", "@!%p1").replace("ret", "exit")) == [7] * 5 + [0] * 27
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_program(row: dict[str, Any]) -> None:
+    """It leaves a number in each thread t, or has a fault; in any order of warps where there are several seeds."""
+    sizes = row.get("threads", 32), row.get("programs", 1)
+    for seed in row.get("seeds", [None]):
+        call = partial(result_of, row["body"], *sizes, shared=row.get("shared", 0), seed=seed)
+        if "fault" in row:
+            with pytest.raises(Fault, match=f"^{row['fault']}"):
+                call()
+        else:
+            assert call() == [eval(row["leaves"], {"t": t}) for t in range(math.prod(sizes))]
 
 
 def test_every_thread_knows_its_place() -> None:
@@ -105,20 +96,14 @@ def shuffled(mode: str, b: int, c: int) -> tuple[list[int], list[int]]:
     sources, valid = [], []
     for lane in range(32):
         segment, clamp = c >> 8 & 31, c & 31
-        last = (lane & segment) | (clamp & ~segment & 31)
         first = lane & segment
-        j = {
-            "up": lane - b,
-            "down": lane + b,
-            "bfly": lane ^ b,
-            "idx": first | (b & ~segment & 31),
-        }[mode]
-        valid.append(int(j >= last if mode == "up" else j <= last))
+        j = lane ^ b if mode == "bfly" else first | (b & ~segment & 31)
+        valid.append(int(j <= (first | (clamp & ~segment & 31))))
         sources.append(j if valid[-1] else lane)
     return sources, valid
 
 
-@pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
+@pytest.mark.parametrize("mode", ["bfly", "idx"])
 @pytest.mark.parametrize("b, c", [(1, 31), (16, 31), (3, 0x1807), (5, 0x101F), (2, 0), (31, 31)])
 def test_lanes_exchange_values(mode: str, b: int, c: int) -> None:
     body = f"shfl.sync.{mode}.b32 %r9|%p1, %r8, {b}, {c}, -1; @!%p1 add.s32 %r9, %r9, 5000;"
@@ -127,50 +112,11 @@ def test_lanes_exchange_values(mode: str, b: int, c: int) -> None:
     assert result_of(body, 64) == warp + [x + 32 for x in warp]
 
 
-def test_lanes_reduce() -> None:
-    numbers = range(100, 132)
-    for name, want in (("add", sum(numbers)), ("min", 100), ("max", 131), ("and", 0), ("or", 255)):
-        kind = "b32" if name in ("and", "or") else "s32"
-        body = f"redux.sync.{name}.{kind} %r9, %r8, -1;"
-        assert result_of(body) == [want] * 32
-    nan = "mov.b32 %r7, 0f7FC00000; setp.eq.s32 %p1, %r0, 3; cvt.rn.f32.s32 %r6, %r8;"
-    nan += "selp.b32 %r6, %r7, %r6, %p1; redux.sync.max{}.f32 %r9, %r6, -1;"
-    assert result_of(nan.format("") + "cvt.rzi.s32.f32 %r9, %r9;") == [131] * 32
-    assert result_of(
-        nan.format(".NaN") + "setp.nan.f32 %p2, %r9, %r9; selp.b32 %r9, 1, 0, %p2;"
-    ) == ([1] * 32)
-
-
-@pytest.mark.parametrize("what", ["shfl.sync.idx.b32 %r9, %r8, 0, 31, -1", "bar.warp.sync -1"])
-def test_a_part_of_a_warp_exchanges_nothing(what: str) -> None:
-    body = f"setp.lt.u32 %p1, %r0, 5; @%p1 {what}; mov.b32 %r9, 0;"
-    with pytest.raises(Fault, match=r"^a diverged warp at '@%p1 "):
-        result_of(body)
-    result_of(body.replace("%r0, 5", "%r0, 32"))
-
-
-def test_lanes_that_part_meet_before_they_exchange() -> None:
-    """The lanes that come first wait for those that take the longer way."""
-    body = """
-    setp.lt.u32 %p1, %r0, 5;
-    @%p1 bra EARLY;
-    add.s32 %r8, %r8, 1000;
-    bra.uni MEET;
-EARLY:
-    add.s32 %r8, %r8, 2000;
-MEET:
-    shfl.sync.bfly.b32 %r9, %r8, 16, 31, -1;
-    """
-    want = [100 + (t ^ 16) + (2000 if (t ^ 16) < 5 else 1000) for t in range(32)]
-    assert result_of(body) == want
-
-
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("count, shared", [(1, "shared"), (2, "shared::cta"), (4, "shared")])
-def test_matrices_go_through_shared_memory(count: int, shared: str, transposed: bool) -> None:
-    """A lane has elements 2 (l % 4) and the next of row l / 4 of each matrix, or of that column."""
+def test_matrices_go_through_shared_memory(count: int, shared: str) -> None:
+    """A lane has elements 2 (l % 4) and the next of row l / 4 of each matrix."""
     registers = ", ".join(f"%r{20 + i}" for i in range(count))
-    suffix = f"x{count}{'.trans' if transposed else ''}.{shared}.b16"
+    suffix = f"x{count}.{shared}.b16"
     rows = "and.b32 %r10, %r0, 31; mul.lo.s32 %r11, %r10, 16;"
     # Element e of row r of matrix m is 64 m + 8 r + e.
     fill = " ".join(
@@ -187,7 +133,6 @@ def test_matrices_go_through_shared_memory(count: int, shared: str, transposed: 
         for m in range(count):
             for j in range(2):
                 row, column = lane // 4, 2 * (lane % 4) + j
-                row, column = (column, row) if transposed else (row, column)
                 assert made[lane, m, j] == 64 * m + 8 * row + column
     # And back: what stmatrix stores, ldmatrix of the same kind loads.
     body += f"""bar.sync 0;
@@ -225,42 +170,6 @@ def test_small_numbers_are_extended() -> None:
         ld.global.{kind} %r9, [%rd10]; st.global.b32 [%rd11], %r9;"""
         run(kernel(body, 2), [given, made])
         assert torch.equal(made, want)
-
-
-def test_a_false_predicate_keeps_what_was_there() -> None:
-    body = "mov.b32 %r9, 7; setp.lt.u32 %p1, %r0, 5; @%p1 ld.global.b32 %r9, [%rd10];"
-    assert result_of(body) == [100 + t if t < 5 else 7 for t in range(32)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_shared_memory_and_barriers(seed: int | None) -> None:
-    """Each of two programs reverses its numbers."""
-    for name in ("shared", "shared::cta"):  # the same memory
-        body = REVERSED.replace("shared", name)
-        assert result_of(body, 128, 2, shared=512, seed=seed) == [
-            100 + 128 * p + 127 - t for p in range(2) for t in range(128)
-        ]
-
-
-REVERSED = """
-    mul.lo.s32 %r10, %r0, 4;
-    add.s32 %r11, %r10, global_smem;
-    st.shared.b32 [%r11], %r8;
-    bar.sync 0;
-    sub.s32 %r12, 508, %r10;
-    ld.shared.b32 %r9, [%r12];
-"""
-
-
-def test_memory_of_a_thread() -> None:
-    local = ".local .align 8 .b8 __local_depot0[8]; mov.b64 %rd20, __local_depot0;"
-    near = "cvta.local.u64 %rd21, %rd20; cvta.to.local.u64 %rd22, %rd21;"
-    body = f"{local} {near} st.b32 [%rd21+4], %r8; ld.local.b32 %r9, [%rd22+4];"
-    assert result_of(body, 64) == list(range(100, 164))
-    with pytest.raises(Fault, match=r"^outside of local memory"):
-        result_of(body.replace("[%rd22+4]", "[%rd22+8]"))
-    with pytest.raises(Fault, match=r"^misaligned"):
-        result_of(body.replace("[%rd22+4]", "[%rd22+2]"))
 
 
 def test_constants_are_read_and_not_written() -> None:
@@ -359,91 +268,14 @@ def test_a_misaligned_vector(by: int) -> None:
         copy(body.replace("{}", str(by)), given=aligned)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_missing_barrier_between_store_and_load(seed: int | None) -> None:
-    with pytest.raises(Fault, match=r"^race: a (load|store) "):
-        result_of(REVERSED.replace("bar.sync 0;", ""), 128, shared=512, seed=seed)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_missing_barrier_between_load_and_store(seed: int | None) -> None:
-    again = f"{REVERSED} bar.sync 0; add.s32 %r8, %r8, 1; st.shared.b32 [%r11], %r8;"
-    result_of(again, 128, shared=512, seed=seed)
-    first, _, rest = again.rpartition("bar.sync 0;")
-    with pytest.raises(Fault, match=r"^race: a (load|store) "):
-        result_of(first + rest, 128, shared=512, seed=seed)
-
-
-def test_a_race_of_single_bytes() -> None:
-    """Two warps store to adjacent bytes, which is no race, and then to the same one."""
-    body = "mov.b16 %rs1, 7; shr.u32 %r11, %r0, 5; cvt.u16.u32 %rs2, %r11; shr.u32 %r10, %r0, {}; st.shared.b8 [%r10], %rs{};"
-    body += "mov.b32 %r9, 0;"
-    result_of(body.format(5, 1), 64, shared=64)
-    with pytest.raises(Fault, match=r"^race: threads store different values to one place"):
-        result_of(body.format(6, 2), 64, shared=64)
-    with pytest.raises(Fault, match=r"^race: a store to what another warp stores"):
-        result_of(body.format(6, 2), 64, shared=64, seed=1)
-
-
-def test_a_byte_that_several_warps_load() -> None:
-    """All warps load one byte; the store of the last of them to load it is a race too."""
-    body = """mov.b32 %r10, 0; ld.shared.b8 %r9, [%r10]; setp.eq.s32 %p1, %r0, {};
-    mov.b16 %rs1, 7; @%p1 st.shared.b8 [%r10], %rs1;"""
-    for thread in (0, 64, 127):
-        with pytest.raises(Fault, match=r"^race: a store to what another warp loads"):
-            result_of(body.format(thread), 128, shared=16)
-    result_of(body.format(5), 32, shared=16)
-
-
 def test_programs_have_no_order() -> None:
-    """Two programs store different values to one place; the same values are no race."""
-    body = "ld.param.b64 %rd5, [made_param_0]; mov.b32 %r5, {}; st.global.b32 [%rd5], %r5;"
-    for seed in (None, 1):
-        run(kernel(body.format("7"), 1), [words(1)], (2, 1, 1), seed=seed)
+    """Two programs store different values to one place, also if one of them passes a barrier before; the same are no race."""
+    body = "ld.param.b64 %rd5, [made_param_0]; {} mov.b32 %r5, {}; st.global.b32 [%rd5], %r5;"
+    barrier = "setp.eq.s32 %p1, %r1, 0; @%p1 bra STORE; bar.sync 0; STORE:"
+    for seed, first in itertools.product((None, 1), ("", barrier)):
+        run(kernel(body.format(first, "7"), 1), [words(1)], (2, 1, 1), seed=seed)
         with pytest.raises(Fault, match=r"^race: "):
-            run(kernel(body.format("%r1"), 1), [words(1)], (2, 1, 1), seed=seed)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_barrier_that_some_warps_do_not_reach(seed: int | None) -> None:
-    body = "setp.lt.u32 %p1, %r0, 32; @%p1 bra SKIP; bar.sync 0; SKIP: mov.b32 %r9, 0;"
-    with refused(Fault, "some warps of a program never come to a barrier"):
-        result_of(body, 64, seed=seed)
-
-
-def test_warps_that_wait_at_different_barriers() -> None:
-    body = "setp.lt.u32 %p1, %r0, 32; @%p1 bra SKIP; bar.sync 0; bra END; SKIP: bar.sync 0;"
-    with refused(Fault, "the warps of a program wait at different barriers"):
-        result_of(f"{body} END: mov.b32 %r9, 0;", 64)
-
-
-@pytest.mark.parametrize("offset, text", [("512", "outside of shared memory"), ("2", "misaligned")])
-def test_shared_memory_has_an_end_and_an_alignment(offset: str, text: str) -> None:
-    with pytest.raises(Fault, match=rf"^{text}"):
-        result_of(REVERSED.replace("[%r12]", f"[%r12+{offset}]"), 128, shared=512)
-
-
-def test_a_register_without_a_value() -> None:
-    with refused(Fault, "the register %r39 has no value"):
-        result_of("add.s32 %r9, %r39, 1;")
-    body = "mov.b64 %rd20, {%r8, %r39}; mov.b64 {%r9, _}, %rd20;"
-    assert result_of(body) == list(range(100, 132))
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "vadd.s32.s32.s32 %r9, %r8, %r8;",
-        "ld.global.v4.b32 {%r9, %r10}, [%rd10];",
-        "ld.weird.b32 %r9, [%rd10];",
-        "bar.sync 1, 64;",
-        "cvta.shared.u64 %rd9, %rd10;",
-        "add.s32 %r9|%r10, %r8, %r8;",
-    ],
-)
-def test_what_is_unknown_is_named(body: str) -> None:
-    with pytest.raises(Fault, match=r" is unknown \("):
-        result_of(body)
+            run(kernel(body.format(first, "%r1"), 1), [words(1)], (2, 1, 1), seed=seed)
 
 
 def test_what_cannot_be_read_is_an_error() -> None:

@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import oracle
-from tests.support.calls import CASES, Call, allowed, is_defined, mapped
+from tests.support.calls import CASES, HEADS, ROWS, Call, allowed, is_defined, mapped
 from tests.support.checkpointing import POLICIES, saving
-from tests.support.extra_tensors import Wrapper, negated
 from tests.support.functions import FUNCTIONS, Function, call_of
 from tests.support.helpers import Copies, noise
 from tests.support.matrix import needs_kernel
@@ -155,12 +154,40 @@ def test_the_inverse_undoes(case: Mapping[str, Any]) -> None:
     assert_near(back(q=there()[0])[0], there.leaves["q"], "float64 ways")
 
 
-def gradients(call: Call, run: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+def gradients(call: Call | Function, run: Callable[..., Any] | None = None) -> list[torch.Tensor]:
     """Return the results of a call and the gradients of a loss, by the tensors that the case differentiates."""
     leaves, learned = call.new_leaves()
     ys = (run or call)(**leaves)
     loss = sum((y * y.detach().cos()).sum() for y in ys)
     return [*ys, *torch.autograd.grad(loss, list(learned.values()))]
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """Return a negated view with the values of x: its memory holds their negatives."""
+    view = torch.complex(x, -x).conj().imag
+    assert view.is_neg()
+    return view
+
+
+class Wrapper(torch.Tensor):
+    """A wrapper subclass without memory of its own; operations on it return plain tensors."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Wrapper:
+        self: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
+        self.inside = inside
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def bare(value: Any) -> Any:
+            return value.inside if isinstance(value, Wrapper) else value
+
+        return func(*tree_map(bare, args), **tree_map(bare, kwargs or {}))
 
 
 EXTRAS = "weight", "gate", "inv_freq"
@@ -182,24 +209,51 @@ def test_what_learns_is_taken_as_the_numbers_that_it_is(
         assert_each(check_of(case), gradients(call, views), wanted)
 
 
+# --- parts of a call: rows and heads do not affect each other ----------------------------------------
+
+SIZES = {"b": ROWS, "h": HEADS}
+
+
+@needs_kernel
+@every_case
+@pytest.mark.parametrize("axis", SIZES)
+def test_a_row_or_a_head_is_rotated_as_if_alone(axis: str, case: Mapping[str, Any]) -> None:
+    """With its own positions, frequencies, phases, length, norm and gate, where these differ."""
+    case = {**case, "verb": "rotate"}
+    if axis not in case["layout"]:
+        case["layout"] = "bhsd"
+    call, dim = Call(case), case["layout"].index(axis)
+    (whole,) = call()
+    parts = torch.cat([call.part(axis, index)()[0] for index in range(SIZES[axis])], dim)
+    if not is_defined(case):
+        assert_same_bits(parts, whole)
+        return
+    size = whole.double().abs().amax(-1, keepdim=True)
+    error = (parts.double() - whole.double()).abs()
+    assert bool((error <= 2 * value(f"f and P, {str(whole.dtype)[6:]}") * size).all())
+
+
 # --- modes that watch ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES[::5], ids=range(len(CASES[::5])))
-def test_selective_checkpointing_gives_the_same_results_and_gradients(
-    case: Mapping[str, Any],
-) -> None:
+# Calls of other functions, out of place, by tables, and by rows whose frequencies depend on their length.
+OTHERS = "rotary_apply", "rotary_embedding", "dynamic, by ids", "longrope, by ids"
+CHECKPOINTED = [*CASES[::5], *(FUNCTIONS[name] for name in OTHERS)]
+
+
+@pytest.mark.parametrize("case", CHECKPOINTED, ids=range(len(CHECKPOINTED)))
+def test_selective_checkpointing_gives_the_same_results_and_gradients(case: Any) -> None:
     """In the backward pass it repeats the forward pass, and takes each saved result by its number.
 
     Evaluation before training, in inference mode, leaves nothing that the backward pass could not use.
     """
-    first = Call(case)
+    first = call_of(case)
     with torch.inference_mode():
         first()
-    assert_each(assert_same_bits, gradients(first), gradients(Call(case)))
+    assert_each(assert_same_bits, gradients(first), gradients(call_of(case)))
 
     def found(name: str | None) -> list[torch.Tensor]:
-        call = Call(case)  # with nothing kept
+        call = call_of(case)  # with nothing kept
 
         def layer(names: list[str], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return tuple(y.sin() * y for y in call(**dict(zip(names, tensors))))
@@ -215,7 +269,7 @@ def test_selective_checkpointing_gives_the_same_results_and_gradients(
 
     # torch refuses to save a tensor that then changes in place. Where results are copied into x, autograd adds the
     # zeros of what x was, and a gradient of -0 becomes 0.
-    in_place = case["verb"].endswith("_")
+    in_place = not isinstance(case, Function) and case["verb"].endswith("_")
     check = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
     for name in ["rotations"] if in_place else POLICIES:
         assert_each(check if in_place else assert_same_bits, found(name), found(None))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support import oracle_rounding as rounded, pairwise
 from tests.support.helpers import noise, on
+from tests.support.rows import read_rows
 from tests.support.tolerances import assert_each, assert_near, assert_same_bits
 from tightrope.functional import apply_rotary_pos_emb, apply_rotary_pos_emb_
 from tightrope.ops import schema
@@ -16,21 +18,10 @@ from tightrope.ops import schema
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 TOKENS, LENGTH = 5, 9
 
-# name: q, k, unsqueeze_dim, shape of the tables (5 is replaced by the number of their rows), shape that
-# broadcasts to q
-SHAPES: dict[str, tuple[Any, ...]] = {
-    "bhsd, (S, W)": ((2, 4, 5, 60), (2, 2, 5, 60), 1, (5,), (1, 1, 5)),
-    "bhsd, (B, S, W)": ((2, 4, 5, 60), (2, 2, 5, 60), 1, (2, 5), (2, 1, 5)),
-    "bhsd, (1, S, W)": ((2, 4, 5, 60), (2, 2, 5, 60), 1, (1, 5), (1, 1, 5)),
-    "bhsd, 4-D": ((2, 4, 5, 60), (2, 4, 5, 60), 1, (2, 4, 5), (2, 4, 5)),
-    "bhsd, 4-D of one head": ((2, 4, 5, 60), (2, 2, 5, 60), 1, (1, 1, 5), (1, 1, 5)),
-    "bshd, (S, W)": ((2, 5, 4, 60), (2, 5, 2, 60), 2, (5,), (1, 5, 1)),
-    "bshd, (B, S, W)": ((2, 5, 4, 60), (2, 5, 2, 60), -2, (2, 5), (2, 5, 1)),
-    "bshd, 4-D": ((2, 5, 4, 60), (2, 5, 4, 60), 2, (2, 5, 4), (2, 5, 4)),
-    "thd, (S, W)": ((5, 4, 60), (5, 2, 60), 1, (5,), (5, 1)),
-    "thd, 3-D": ((5, 4, 60), (5, 4, 60), -2, (5, 4), (5, 4)),
-    "hsd, (S, W)": ((4, 5, 60), (4, 5, 60), 0, (5,), (1, 5)),
-}
+# The tables' shapes lack the width; TOKENS is replaced by the number of their rows. "broadcast" fits q.
+FIELDS = "q", "k", "unsqueeze_dim", "tables", "broadcast"
+ROWS = read_rows(Path(__file__).parent / "data" / "shapes_of_tables.jsonl")
+SHAPES = {name: [row[field] for field in FIELDS] for name, row in ROWS.items()}
 IDS = torch.tensor([[8, 0, 3, 3, 1], [1, 2, 3, 4, 5]])
 AXES: dict[str, Any] = {
     "shape": tuple(SHAPES),

@@ -2,7 +2,7 @@
 
 A dispatch mode that counts FLOPs, tracks memory or checkpoints activations sees real tensors: all checks
 stay on, and nothing is made anew in each call. Evaluation in inference mode leaves nothing behind that
-training cannot use. tests/laws/test_calls.py checkpoints calls with all pairs of options.
+training cannot use. tests/laws/test_calls.py checkpoints calls with all pairs of options, and has evaluation before training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.checkpointing import POLICIES, saving
+from tests.support.checkpointing import saving
 from tests.support.helpers import Watcher, noise, refused
 from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
@@ -30,10 +30,9 @@ from tightrope.gates import XPos
 from tightrope.spec import _lengths, _prepared, _words
 
 LENGTH = 100
-X, OTHERS = (noise(2, 3, LENGTH, 16, seed=seed, dtype=torch.float32) for seed in (0, 1))
+X = noise(2, 3, LENGTH, 16, dtype=torch.float32)
 IDS, LENGTHS = torch.arange(LENGTH), torch.tensor([100, 200])
 COS, SIN = (function(noise(LENGTH, 8, dtype=torch.float32)) for function in (torch.cos, torch.sin))
-WIDE = torch.cat((COS, COS), 1), torch.cat((SIN, SIN), 1)
 BY_LENGTH = {
     "dynamic NTK": RopeSpec(16, scaling=DynamicNTK(2.0, original_max_position=64)),
     "LongRoPE": RopeSpec(16, scaling=LongRoPE([1.0] * 8, [2.0] * 8, 64, factor=1.0)),
@@ -99,35 +98,6 @@ def test_what_is_refused_is_refused_under_a_watching_mode(name: str, mode: str) 
 
 
 # --- a watching mode sees the same operators in every call ------------------------------------------
-
-
-@pytest.mark.parametrize("learns", [True, False], ids=["grad", "no grad"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [*VALUES, *OFFSETS, "tables"])
-def test_selective_checkpointing_gives_the_same_results_and_gradients(
-    name: str, policy: str, learns: bool
-) -> None:
-    """In the backward pass it repeats the forward pass, and takes each saved result by its number.
-
-    With nothing kept before; tests/laws/test_calls.py has the calls of the generator.
-    """
-
-    def layer(rope: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        x = x * OTHERS
-        y = apply_rotary_pos_emb(x, None, *WIDE)[0] if rope is None else rotate(x, rope)
-        return (w * y).sin() * y * (w * 2)
-
-    options = {"use_reentrant": False, "context_fn": saving(POLICIES[policy])}
-    found = []
-    for checkpoints in (False, True):
-        x, w = X.clone().requires_grad_(learns), OTHERS.clone().requires_grad_()
-        rope = None if name == "tables" else by_value(name, IDS.repeat(2, 1), LENGTHS)
-        arguments = rope, x, w
-        loss = checkpoint(layer, *arguments, **options) if checkpoints else layer(*arguments)
-        loss.sum().backward()
-        found.append((loss, w.grad, x.grad))
-    for one, other in zip(*found, strict=True):
-        assert one is other is None or torch.equal(one, other)
 
 
 def test_results_written_to_out_are_there_in_a_repeated_pass() -> None:

@@ -29,7 +29,7 @@ TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx94
 
 # With the argument "some", these are compiled for AMD, and LEFT_OUT for no target.
 ON_AMD = ("bfloat16", "M-RoPE", "tables", "log gate", "rms_norm backward", "positions", "running")
-LEFT_OUT = ("bfloat16 interleaved", "slice")
+LEFT_OUT = ("bfloat16 interleaved", "slice", "backward", "a token", "norm, then factor")
 # Kernels whose loads are counted; to disassemble one takes 0.4 s.
 COUNTED = (
     *("bfloat16", "bfloat16 interleaved", "float32", "float32 interleaved", "M-RoPE", "tables"),
@@ -55,10 +55,11 @@ def heads(n: int, dtype: torch.dtype, width: int = 128) -> torch.Tensor:
     return torch.empty(2, 64, n, width, dtype=dtype).transpose(1, 2)
 
 
-def calls() -> dict[str, Any]:
-    """Return the calls whose kernels are compiled, by name."""
-    q, k = heads(32, torch.bfloat16), heads(8, torch.bfloat16)
+def calls(width: int = 128) -> dict[str, Any]:
+    """Return the calls whose kernels are compiled, by name; those of the table on heads of any width."""
+    q, k = heads(32, torch.bfloat16, width), heads(8, torch.bfloat16, width)
     f, g = heads(32, torch.float32), heads(8, torch.float32)
+    pairs, token = width // 2, slice(1)
     ids = torch.zeros(3, 2, 64, dtype=torch.int64)
     table = torch.empty(1, 1, 64, 128)
 
@@ -67,7 +68,7 @@ def calls() -> dict[str, Any]:
 
     def call(options: Options, *extras: torch.Tensor, axes: int = 1) -> tuple[Any, ...]:
         at = None if options.add_index else ids[:axes]
-        return words(64, axes), None, at, 3, options.pack(), 1.0, list(extras), 1e-6
+        return words(pairs, axes), None, at, 3, options.pack(), 1.0, list(extras), 1e-6
 
     def apart(n: int) -> torch.Tensor:
         return torch.empty(2, 64, n, 256, dtype=torch.bfloat16)[..., ::2].transpose(1, 2)
@@ -75,7 +76,8 @@ def calls() -> dict[str, Any]:
     gelu = Options(act=ACTS.index("gelu"), gate=LOG, direction=1)
     gate = torch.empty(2, 1, 64, 128)
     rms = ACTS.index("rms_norm")
-    weights = torch.empty(1, 128), torch.empty(1, 128)
+    weights = torch.empty(1, width), torch.empty(1, width)
+    gates = torch.empty(1, 1, 1, width), torch.empty(1, 1, 1, width)
     own = torch.empty(2, 64, 1, 64, dtype=torch.int32).transpose(1, 2)
     of_heads = torch.empty(2, 64, 8, 64, dtype=torch.int32).transpose(1, 2)
     angles = torch.empty(2, 300, 8, 64).transpose(1, 2)
@@ -103,9 +105,12 @@ def calls() -> dict[str, Any]:
         "rms_norm backward": into(q, k, *call(Options(act=rms, direction=1), *weights, q, k)),
         "log gate": into(q, k, *call(Options(gate=LOG), *logs)),
         "slopes": into(q, k, *call(Options(gate=SLOPE), torch.empty(32, 128), torch.empty(8, 128))),
+        "backward": into(q, k, *call(Options(direction=1))),
+        "a token": into(q[:1, :, token], k[:1, :, token], *call(Options())),
+        "norm, then factor": into(q, k, *call(Options(act=rms, gate=FACTOR), *weights, *gates)),
         "float8": lambda: in_8_bits(q, k, *call(Options())),
         "frequencies": lambda: operators.angle_gradients(
-            q, k, q, k, words(64), None, None, 3, Options().pack(), False, True
+            q, k, q, k, words(pairs), None, None, 3, Options().pack(), False, True
         ),
         "positions": lambda: operators.angle_gradients(
             q, k, q, k, words(64), None, ids[:1].float(), 3, at_ids, True, False
@@ -137,35 +142,18 @@ def in_8_bits(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> None:
 WIDTHS = (64, 128, 256)
 
 
-def calls_of(width: int) -> dict[str, Any]:
-    """Return calls in bfloat16 on heads of a width, by name."""
-    q, k, token = heads(32, torch.bfloat16, width), heads(8, torch.bfloat16, width), slice(1)
-    weights = torch.empty(1, width), torch.empty(1, width)
-    gates = torch.empty(1, 1, 1, width), torch.empty(1, 1, 1, width)
-    rms = ACTS.index("rms_norm")
-
-    def call(options: Options, *extras: torch.Tensor) -> tuple[Any, ...]:
-        eps = 1e-6 if options.act else 0.0
-        return words(width // 2), None, None, 3, options.pack(), 1.0, list(extras), eps
-
-    def rotated(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
-        return lambda: operators.rotate(q, k, *rest)
-
-    return {
-        "rotation": rotated(q, k, *call(Options())),
-        "rotation, backward": rotated(q, k, *call(Options(direction=1))),
-        "rotation, interleaved": rotated(q, k, *call(Options(interleaved=True))),
-        "rotation of one token": rotated(q[:1, :, token], k[:1, :, token], *call(Options())),
-        "norm": rotated(q, k, *call(Options(act=rms), *weights)),
-        "norm, backward": rotated(q, k, *call(Options(act=rms, direction=1), *weights, q, k)),
-        "norm without weight, then `Factor`": rotated(
-            q, k, *call(Options(act=rms, gate=FACTOR), *weights, *gates)
-        ),
-        "float8 cache": lambda: in_8_bits(q, k, *call(Options())),
-        "gradient of frequencies": lambda: operators.angle_gradients(
-            q, k, q, k, words(width // 2), None, None, 3, Options().pack(), False, True
-        ),
-    }
+# The rows of the table, and the names of their calls.
+OF_TABLE = {
+    "rotation": "bfloat16",
+    "rotation, backward": "backward",
+    "rotation, interleaved": "bfloat16 interleaved",
+    "rotation of one token": "a token",
+    "norm": "rms_norm",
+    "norm, backward": "rms_norm backward",
+    "norm without weight, then `Factor`": "norm, then factor",
+    "float8 cache": "float8",
+    "gradient of frequencies": "frequencies",
+}
 
 
 def table() -> str:
@@ -176,9 +164,9 @@ def table() -> str:
     ]
     cells: dict[str, list[str]] = {}
     for width in WIDTHS:
-        for name, call in calls_of(width).items():
+        for name, of in OF_TABLE.items():
             asked.clear()
-            call()
+            calls(width)[of]()
             kernel, values, aligned, blocks = asked[0]
             source, goal = launch.source_of(kernel, values, aligned), TARGETS["sm_90"]
             made = triton.compile(source, target=goal, options=launch.options_of(blocks, goal))

@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support import helpers
 from tests.support.helpers import in_threads
+from tests.support.rows import read_rows
 from tests.support.tolerances import assert_near, assert_same_bits
-from tightrope import RopeSpec, positions, rotate, rotate_qk
+from tests.support.written_calls import value_of
+from tightrope import RopeSpec, nn, positions, rotate, rotate_qk
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given, Linear
 from tightrope.functional import lrpe_rotate_1d
@@ -24,7 +27,6 @@ from tightrope.gates import XPos
 from tightrope.nn import (
     KVCache,
     LrpeRotate1d,
-    PolarRoPEAttention,
     RotaryEmbedding,
     RotaryPositionalEmbedding,
 )
@@ -33,47 +35,22 @@ noise = partial(helpers.noise, dtype=torch.float32)
 
 # --- all modules ----------------------------------------------------------------------------------
 
-# Options of LrpeRotate1d, and the shape of θ.
-SHAPES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "of heads and pairs": ({"num_heads": 3}, (3, 6)),
-    "of pairs": ({}, (6,)),
-    "of pairs, for heads": ({"num_heads": 3, "per": "pair"}, (6,)),
-    "of heads": ({"num_heads": 3, "per": "head"}, (3,)),
-    "short": ({"num_heads": 3, "pairs": 4}, (3, 4)),
-    "one pair": ({"num_heads": 3, "pairs": 1, "act": "silu"}, (3, 1)),
-    "as many heads as pairs": ({"num_heads": 6, "per": "head"}, (6,)),
-    "of a slice": ({"num_heads": 3, "start": 2, "rotary_dim": 8}, (3, 4)),
-    "softmax": ({"act": "softmax", "dim": 1}, (6,)),
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "Given": Given,
+    "XPos": XPos,
+    "by_length": lambda numbers: RopeSpec(8, scaling=DynamicNTK(*numbers)),
 }
-POLAR: dict[str, dict[str, Any]] = {
-    "plain": {"use_spd": False},
-    "gated": {},
-    "grouped": {"num_kv_heads": 2, "causal": True},
-    "slope": {"gate": "slope", "num_kv_heads": 2},
-    "tied": {"gate": "slope", "tied": "pair"},
-    "xpos": {"gate": XPos(2.0), "causal": True},
-    "by length": {"spec": RopeSpec(8, scaling=DynamicNTK(2.0, 4))},
-}
-ROTARY = partial(RotaryEmbedding, 8, base=777.0, interleaved=True, layout="bshd")
-PER_HEAD = Given.of(torch.rand(3, 4))
+
+
+def maker_of(row: dict[str, Any]) -> Callable[..., Any]:
+    """Return what makes the module of a row of modules.jsonl."""
+    options = {name: value_of(value, MAKERS) for name, value in row["options"].items()}
+    return partial(getattr(nn, row["module"]), *row["args"], **options)
+
+
+MODULES = read_rows(Path(__file__).with_name("modules.jsonl"))
 # Modules, and the shapes of their input.
-KINDS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-    "rotary": (ROTARY, (2, 5, 3, 8)),
-    "learned": (partial(ROTARY, learnable=True), (2, 5, 3, 8)),
-    "learned per head": (partial(ROTARY, scaling=PER_HEAD, learnable=True), (2, 5, 3, 8)),
-    "positional": (partial(RotaryPositionalEmbedding, 8, base=777.0), (2, 3, 5, 8)),
-    **{
-        f"lrpe {name}": (
-            partial(LrpeRotate1d, 12, **options),
-            (2, 5, options.get("num_heads", 3), 12),
-        )
-        for name, (options, _) in SHAPES.items()
-    },
-    **{
-        f"polar {name}": (partial(PolarRoPEAttention, 12, 4, 8, **options), (2, 6, 12))
-        for name, options in POLAR.items()
-    },
-}
+KINDS = {name: (maker_of(row), tuple(row["input"])) for name, row in MODULES.items()}
 every_kind = pytest.mark.parametrize("name", KINDS)
 
 
@@ -159,9 +136,9 @@ def test_one_graph(name: str) -> None:
     assert_near(found, [module(each) for each in sizes], "float32 ways")
 
 
-@pytest.mark.parametrize("options, shape", SHAPES.values(), ids=SHAPES)
-def test_the_shape_of_theta(options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    assert LrpeRotate1d(12, **options).theta.shape == shape
+def test_the_shape_of_theta() -> None:
+    shapes = {name: tuple(row["theta"]) for name, row in MODULES.items() if "theta" in row}
+    assert {name: KINDS[name][0]().theta.shape for name in shapes} == shapes
 
 
 # --- RotaryEmbedding ------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -12,6 +12,7 @@ import torch
 
 from tests.support import helpers
 from tests.support.helpers import on
+from tests.support.rows import read_rows
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec
 from tightrope.backends import reference
@@ -55,39 +56,17 @@ def made_in(mode: Any, x: torch.Tensor) -> torch.Tensor:
         return x[:1]
 
 
-ITSELF, SHARE = "x must not overlap itself in memory", "q and k must not share memory"
-UNBOUND, HIDDEN = "x comes from chunk, split or unbind.*slice", "x is a view made under no_grad, in"
-# What an error says -> makers of tensors, one or two, that cannot be rotated in place.
-REFUSED: list[tuple[str, Callable[[], Sequence[torch.Tensor]]]] = [
-    ("x is a leaf that requires grad, or a view", lambda: [leaf(2, 3, 5, 8)]),
-    ("x is a leaf that requires grad, or a view", lambda: [leaf(2, 3, 5, 8)[:1]]),
-    ("k is a leaf .*call rotate_qk", lambda: [tracked(2, 3, 5, 8), leaf(2, 3, 5, 8)]),
-    (ITSELF, lambda: [noise(1, 3, 1, 8).expand(2, 3, 5, 8)]),
-    (ITSELF, lambda: [noise(100).as_strided((1, 1, 5, 8), (100, 100, 4, 1))]),
-    ("k must not overlap", lambda: [noise(1, 2, 5, 8), noise(1, 1, 1, 8).expand(1, 4, 5, 8)]),
-    ("k must not overlap", lambda: [tracked(1, 2, 5, 8), noise(1, 1, 1, 8).expand(1, 4, 5, 8)]),
-    *(
-        (SHARE, lambda make=make: with_slices(make(2, 4, 5, 8), numpy.s_[:, :3], numpy.s_[:, 2:]))
-        for make in (noise, tracked)
-    ),
-    *((SHARE, lambda make=make: [make(2, 3, 5, 8)] * 2) for make in (noise, tracked)),
-    (SHARE, misaligned),
-    (UNBOUND, lambda: [tracked(2, 9, 5, 8).chunk(3, 1)[0]]),
-    (UNBOUND, lambda: [tracked(2, 9, 5, 8).split(3, 1)[0]]),
-    (UNBOUND, lambda: [tracked(3, 2, 3, 5, 8).unbind(0)[0]]),
-    (UNBOUND, lambda: [noise(2, 3, 5, 8).chunk(2)[0]]),
-    (HIDDEN, lambda: [made_in(torch.inference_mode(), noise(2, 3, 5, 8))]),
-    (HIDDEN, lambda: [made_in(torch.no_grad(), noise(2, 3, 5, 8))]),
-]
+# What an error says, and an expression for tensors, one or two, that cannot be rotated in place.
+REFUSED = read_rows(Path(__file__).with_name("refused_in_place.jsonl"))
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize("text, make", REFUSED)
+@pytest.mark.parametrize("row", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_rotated_in_place_is_left_unchanged(
-    text: str, make: Callable[[], Sequence[torch.Tensor]], backend: str | None
+    row: dict[str, str], backend: str | None
 ) -> None:
     """Views that autograd cannot follow are refused only where autograd records."""
-    xs = make()
+    text, xs = row["text"], eval(row["tensors"], globals())
     before = [x.detach().clone() for x in xs]
     verb = rotate_ if len(xs) == 1 else rotate_qk_
     # Positions that learn, so that autograd records also where x does not.

@@ -1,6 +1,6 @@
 """Positions that differ between heads, compared with a loop that rotates head by head.
 
-tests/laws/test_parts.py compares the rotations of every call so.
+tests/laws/test_calls.py compares the rotations of every call so.
 """
 
 import contextlib

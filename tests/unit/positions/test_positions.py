@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.helpers import on
 from tests.support.matrix import every_backend
+from tests.support.rows import read_rows
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
@@ -89,70 +91,14 @@ def inside(g: Inputs, offsets: Any = None) -> Positions:
     return packed(g.ends, offsets, total=g.mask.shape[1])
 
 
+def kind_of(row: dict[str, str]) -> tuple[Callable[[Inputs], Any], list[list[list[float]]]]:
+    """Return the maker of positions of a row of kinds.jsonl, a function of Inputs `g`, and the values that it gives."""
+    return eval(f"lambda g: {row['make']}", globals()), eval(row["positions"], globals())
+
+
 # How they are made, and their values [axes][rows][tokens].
-KINDS: dict[str, tuple[Callable[[Inputs], positions.PositionsLike], list[list[list[float]]]]] = {
-    "none": (lambda _: None, [[line(0)]]),
-    "offset": (lambda _: 70_000, [[line(70_000)]]),
-    "ids": (lambda g: g.ids, [[IDS]]),
-    "ids per row": (
-        lambda g: torch.stack((g.ids, g.ids + 1)).int(),
-        [[IDS, [i + 1 for i in IDS]]],
-    ),
-    # Not 0.5: half a phase word may be rounded either way, which can change the last bit of float64.
-    "fractional ids": (lambda g: g.ids + 0.25, [[[i + 0.25 for i in IDS]]]),
-    "offset per row": (lambda g: per_row(g.rows), [[line(100), line(-4)]]),
-    "fractional offset": (lambda g: per_row(g.rows + 0.25), [[line(100.25), line(-3.75)]]),
-    "packed": (inside, [[line(0, 4) * 2]]),
-    "packed with an offset": (lambda g: inside(g, 7), [[line(7, 4) * 2]]),
-    "packed with offsets": (lambda g: inside(g, g.rows), [[line(100, 4) + line(-4, 4)]]),
-    "packed with fractions": (lambda g: inside(g, g.rows / 8), [[line(12.5, 4) + line(-0.5, 4)]]),
-    "left padded": (lambda g: left_padded(g.mask), [[[0] * 5 + [0, 1, 2], line(0)]]),
-    "two axes": (lambda g: multi_axis(torch.stack((g.ids, -g.ids))), [[IDS], [[-i for i in IDS]]]),
-    "two axes per row": (
-        lambda g: multi_axis(torch.stack((g.mask.long(), 2 * g.mask))),
-        [[[0] * 5 + [n] * 3, [n] * 8] for n in (1, 2)],
-    ),
-    "text": (lambda g: text(6, axes=2, device=g.ids.device), [[line(6)]] * 2),
-    "text per row": (lambda g: text(per_row(g.rows), axes=3), [[line(100), line(-4)]] * 3),
-    "text with ids": (lambda g: text(g.ids, axes=2), [[IDS]] * 2),
-    "grid": (
-        lambda g: grid(g.mask.shape[1] // 2, 2, device=g.ids.device),
-        [[[0, 0, 1, 1, 2, 2, 3, 3]], [[0, 1] * 4]],
-    ),
-    "merged grid": (
-        lambda g: grid(2, 4, merge=2, device=g.ids.device),
-        [[[0, 0, 1, 1] * 2], [[0, 1, 0, 1, 2, 3, 2, 3]]],
-    ),
-    "normalised grid": (
-        lambda g: grid(4, 2, span=(-1, 1), device=g.ids.device),
-        [[[-0.75] * 2 + [-0.25] * 2 + [0.25] * 2 + [0.75] * 2], [[-0.5, 0.5] * 4]],
-    ),
-    "mixed": (
-        lambda g: mrope([3, (1, 2, 2), 1], device=g.ids.device),
-        [[[0, 1, 2, 3, 3, 3, 3, 5]], [[0, 1, 2, 3, 3, 4, 4, 5]], [[0, 1, 2, 3, 4, 3, 4, 5]]],
-    ),
-    "time steps": (
-        lambda g: mrope([(2, 2, 2, 1.5)], device=g.ids.device),
-        [[[0] * 4 + [1] * 4], [[0, 0, 1, 1] * 2], [[0, 1] * 4]],
-    ),
-    "images of several sizes": (
-        lambda g: concatenate([grid(*size, device=g.ids.device) for size in ((1, 4), (2, 2))]),
-        [[[0] * 6 + [1, 1]], [[0, 1, 2, 3, 0, 1, 0, 1]]],
-    ),
-    "parts": (
-        lambda g: concatenate([g.ends, g.ids[:3].int(), g.ids[:2]]),
-        [[[0, 4, 8, *IDS[:3], *IDS[:2]]]],
-    ),
-    "explicit": (lambda g: explicit(per_row(g.rows), 8), [[line(100), line(-4)]]),
-    "shard": (lambda g: shard(per_row(g.rows), 1, 2, tokens=16), [[line(108), line(4)]]),
-    "zigzag shard": (
-        lambda g: shard(per_row(g.rows), 1, 3, kind="zigzag", tokens=24),
-        [[line(104, 4) + line(116, 4), line(0, 4) + line(12, 4)]],
-    ),
-    "packed zigzag shard": (
-        lambda g: shard(inside(g), 1, 2, kind="zigzag", cu_seqlens=g.ends),
-        [[[1, 2, 1, 2]]],
-    ),
+KINDS = {
+    name: kind_of(row) for name, row in read_rows(Path(__file__).with_name("kinds.jsonl")).items()
 }
 every_kind = pytest.mark.parametrize("make, wanted", KINDS.values(), ids=KINDS)
 

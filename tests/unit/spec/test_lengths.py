@@ -4,9 +4,11 @@ The length is the one that the caller states, else the largest position of the r
 earlier calls change it, and positions that do not tell it, or go beyond a stated one, are refused.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -98,23 +100,22 @@ def ids(*numbers: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 TOP = torch.tensor([2**31 - 1], dtype=torch.int32)
+FAR = positions.Positions(torch.full((1, 1, 3), 2**31 - 1).int(), 10, add_index=False)
+STARTS = positions.packed(torch.tensor([0, 1, 3]), torch.tensor([3, 20]))
+
+
+def rows_of(table: str) -> dict[str, list[Any]]:
+    """Return the rows of a table in lengths.jsonl by name: of each field its value, or that of its expression."""
+    file = Path(__file__).with_name("lengths.jsonl")
+    return {
+        row["of"]: [eval(x, globals()) if isinstance(x, str) else x for x in [*row.values()][2:]]
+        for row in map(json.loads, file.read_text("utf-8").splitlines())
+        if row["table"] == table
+    }
+
+
 # Positions of one row, its tokens, and its length.
-OF_POSITIONS: list[tuple[positions.PositionsLike, int, int]] = [
-    (None, 7, 7),
-    (8, 1, 9),
-    (-5, 10, 5),
-    (torch.tensor([0, 8]), 2, 9),
-    (positions.per_row(torch.tensor([8])), 1, 9),
-    (ids(0.5, 9.0), 2, 10),
-    (ids(0.5, 8.25), 2, 10),
-    (ids(2.0**24, dtype=torch.float32), 1, 2**24 + 1),
-    (TOP, 1, 2**31),
-    (positions.per_row(TOP), 1, 2**31),
-    (positions.Positions(TOP[None, None], 10, add_index=False), 1, 2**31 + 10),
-    (-9000, 2, 0),
-    (torch.tensor([-9000, -8999]), 2, 0),
-    (positions.per_row(torch.tensor([-9000])), 2, 0),
-]
+OF_POSITIONS = rows_of("OF_POSITIONS")
 
 
 def trained_on(rule: str, length: int) -> RopeSpec:
@@ -123,7 +124,7 @@ def trained_on(rule: str, length: int) -> RopeSpec:
     return spec_of(replace(RULES[rule], original_max_position=length, **fields))
 
 
-@pytest.mark.parametrize("where, tokens, length", OF_POSITIONS)
+@pytest.mark.parametrize("where, tokens, length", OF_POSITIONS.values(), ids=OF_POSITIONS)
 @every_rule
 def test_the_length_is_the_largest_position_plus_1(
     rule: str, where: positions.PositionsLike, tokens: int, length: int
@@ -276,16 +277,7 @@ def test_tokens_without_rows_may_be_of_several_sequences(rule: Rule, ids: list[i
 
 
 # Tokens that are no part of a longer sequence, as (positions, number of tokens).
-WHOLE: dict[str, tuple[positions.PositionsLike, int]] = {
-    "a token": (TRAINED, 1),
-    "tokens of rows": (positions.per_row(torch.tensor([5, 9000])), 1),
-    "ids of rows": (torch.tensor([[5], [9000]]), 1),
-    "an end before 0": (-TRAINED, 3),
-    "from 0": (torch.tensor([0, 8, TRAINED]), 3),
-    "short": (torch.tensor([7, 8, 9]), 3),
-    "a row of padding": (torch.tensor([[1, 1, 1], [0, 8, TRAINED]]), 3),
-    "padded": (positions.left_padded(torch.tensor([[0, 1, 1], [1, 1, 1]])), 3),
-}
+WHOLE = rows_of("WHOLE")
 
 
 @pytest.mark.parametrize("where, tokens", WHOLE.values(), ids=WHOLE)
@@ -412,23 +404,9 @@ def test_numbers_of_numpy_compile(rule: str, seq_len: Any) -> None:
 
 # --- positions beyond the stated length -----------------------------------------------------------
 
-FAR = positions.Positions(torch.full((1, 1, 3), 2**31 - 1).int(), 10, add_index=False)
-STARTS = positions.packed(torch.tensor([0, 1, 3]), torch.tensor([3, 20]))
 # Positions of three tokens in two rows, a length that is too small, the least one, its row, and a
 # length that is right. Most lengths are far below the original length of 4096.
-PASSED: dict[str, tuple[positions.PositionsLike, Any, int, int | None, Any]] = {
-    "nothing": (None, 2, 3, None, 3),
-    "an offset": (9, 3, 12, None, 12),
-    "an offset, one row of two": (9, [12, 11], 12, 1, [12, 12]),
-    "a tensor": (9, torch.tensor([11, 12]), 12, 0, torch.tensor([12, 12])),
-    "a long one": (6000, 6002, 6003, None, 6003),
-    "ids": (torch.tensor([9, 11, 10]), 11, 12, None, 12),
-    "ids of rows": (torch.tensor([[0, 1, 2], [0, 11, 1]]), [9, 9], 12, 1, [9, 12]),
-    "fractions": (torch.tensor([0.0, 1.0, 11.25]), 12, 13, None, 13),
-    "offsets of rows": (positions.per_row(torch.tensor([9, 0])), 11, 12, 0, [12, 3]),
-    "a pack": (positions.explicit(STARTS), 21, 22, None, 22),
-    "far ids": (FAR, 5, 2**31 + 10, None, 2**31 + 10),
-}
+PASSED = rows_of("PASSED")
 
 
 def too_small(least: int, row: int | None = None, of: str = "rotate") -> Any:
@@ -522,8 +500,8 @@ def test_ids_that_change_are_compared_again(rule: str) -> None:
 def test_lost_and_negative_positions_exceed_no_length(rule: str) -> None:
     spec, x = spec_of(rule), noise(1, 1, 3, 12)
     nan, inf = float("nan"), float("inf")
-    for ids in ([nan, 4.0, inf], [nan] * 3, [-9.0, -inf, 4.0]):
-        rotate(x, spec.at(torch.tensor(ids), seq_len=5))
+    for ids, seq_len in (([nan, 4.0, inf], 5), ([nan] * 3, 0), ([-9.0, -inf, 4.0], 5)):
+        rotate(x, spec.at(torch.tensor(ids), seq_len=seq_len))
     rotate(x, spec.at(-9, seq_len=0))
 
 
