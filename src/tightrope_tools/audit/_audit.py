@@ -240,9 +240,8 @@ def check_all(log: Log) -> None:
         _frequencies.check_identity(log, profile)
         meant = _corrections.meant_of(log, profile, same)
         if meant is not None:
-            _corrections.check_angles(log, profile, meant)
+            _corrections.check_angles(log, meant)
             _corrections.check_type_history(log, profile)
-        _scores.check_relative(log)
     _scores.check_keys(log, profile)
     _scores.check_gradients(log)
 

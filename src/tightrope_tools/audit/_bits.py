@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ._call import CallFailed, gradient
-from ._profile import NARROW, SHORT, Angles, Profile, differences
+from ._profile import NARROW, SHORT, Profile, difference
 
 
 class Bits(NamedTuple):
@@ -18,8 +18,7 @@ class Bits(NamedTuple):
 
     Attributes:
         seen: its cosines and sines at some positions, complex128 ``[positions, pairs]``.
-        angles: the roundings of its angles beside those for float32 x; None if they differ and none explains them.
-        evidence: where its cosines and sines differ most from those for float32 x.
+        angles: the dtypes that give its angles, or "unknown".
         table: the dtype of cosines and sines, or "unknown".
         forward: the roundings that give its results; empty if none do, or its tables are not known.
         back: the roundings that give its gradients; None if there are no gradients.
@@ -27,8 +26,7 @@ class Bits(NamedTuple):
     """
 
     seen: torch.Tensor
-    angles: Angles | None
-    evidence: str
+    angles: str
     table: str
     forward: tuple[str, ...]
     back: tuple[str, ...] | None
@@ -38,30 +36,21 @@ class Bits(NamedTuple):
 def bits_of(
     profile: Profile, dtype: torch.dtype, positions: Sequence[int], wide: torch.Tensor
 ) -> Bits:
-    """Find the dtype of the tables and the roundings that reproduce the function's results and gradients.
+    """Find the dtypes of angles and tables, and the roundings that reproduce the function's results and gradients.
 
     Args:
         wide: what it has for cosines and sines at the positions for float32 x.
     """
     seen, limit = profile.tables(profile.given(positions), dtype), 2 * torch.finfo(dtype).eps
-    off = differences(seen, wide).amax(1)
-    worst = int(off.argmax())
-    evidence = (
-        f"at position {positions[worst]:,} a cosine or sine changes by {float(off[worst]):.3g}"
-    )
-    angles: Angles | None = Angles(torch.float64, torch.float64, torch.float64)
-    tables = {SHORT[dtype]: seen, "float32": wide}
-    if dtype == torch.float32:
-        tables = {SHORT[profile.table]: wide}
-    elif float(off[worst]) > limit * max(1.0, profile.amplitude):
-        types = (torch.float64, *NARROW)
-        ratio = seen / profile.amplitude
-        angles = profile.explain(profile.omegas, positions, ratio, limit, types)
-        del tables["float32"]
-        if angles is not None and not profile.shift:
-            turn = angles.at(positions, profile.omegas).float()
-            exact = torch.complex(turn.cos(), turn.sin()).to(torch.complex128)
-            tables["float32"] = profile.amplitude * exact
+    known = dtype == torch.float32 or difference(seen, wide) <= limit * max(1.0, profile.amplitude)
+    if known:
+        how = profile.explain(positions, wide)
+    else:
+        how = profile.explain(positions, seen, limit, (torch.float64, *NARROW))
+    rounded = "unknown" if profile.rounded is None else SHORT[profile.rounded]
+    tables = {SHORT[dtype]: seen} if dtype != torch.float32 else {}
+    if known:
+        tables[SHORT[profile.table] if dtype == torch.float32 else "float32"] = wide
     # An angle in float16 may be infinite, which has no cosine.
     finite = torch.stack([table.isfinite().all(1) for table in tables.values()]).all(0)
     where = [p for p, fits in zip(positions, finite.tolist(), strict=True) if fits]
@@ -75,8 +64,7 @@ def bits_of(
     back: tuple[str, ...] | None = None if gradients is None else ()
     if forward and gradients is not None and profile.order is None:
         back = _reproducing(profile, out, gradients, tables[name][finite].conj())
-    known = dtype == torch.float32 or "float32" in tables
-    return Bits(seen, angles, evidence, name, forward, back, known)
+    return Bits(seen, rounded if how is None else str(how), name, forward, back, known)
 
 
 def _reproducing(
@@ -89,32 +77,24 @@ def _reproducing(
     u, v = (x[:, each].float() for each in ends)
     seen = [y[:, [profile.comes_out(channel) for channel in each]] for each in ends]
 
-    def narrow(product: torch.Tensor) -> torch.Tensor:
-        return product.to(x.dtype).float()
+    def rounds(*made: Callable[..., torch.Tensor]) -> bool:
+        """True if each channel of a pair, a·cos + b·sin, is the result of one of some ways to compute it."""
+        sides = zip(seen, ((u, cos, -v, sin), (v, cos, u, sin)), strict=True)
+        return all(any(torch.equal(y, how(*of).to(x.dtype)) for how in made) for y, of in sides)
 
-    def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    def each(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        return (a * b).to(x.dtype).float() + (c * d).to(x.dtype).float()
+
+    def once(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         """a·b + c·d in float32, with the first product not rounded."""
         return (a.double() * b.double() + (c * d).double()).float()
 
-    # What the first and the second channel of each pair may become.
-    made = {
-        "each": ([narrow(u * cos) - narrow(v * sin)], [narrow(v * cos) + narrow(u * sin)]),
-        "wide": ([u * cos - v * sin], [v * cos + u * sin]),
-        "once": (
-            [fused(u, cos, -v, sin), fused(-v, sin, u, cos)],
-            [fused(v, cos, u, sin), fused(u, sin, v, cos)],
-        ),
+    ways = {
+        "each": x.dtype != torch.float32 and rounds(each),  # else no product is narrower
+        "wide": rounds(lambda a, b, c, d: a * b + c * d),
+        "once": rounds(once, lambda a, b, c, d: once(c, d, a, b)),
     }
-    if x.dtype == torch.float32:
-        del made["each"]  # no product is narrower than the result
-    return tuple(
-        name
-        for name, both in made.items()
-        if all(
-            any(bool((result == each.to(x.dtype)).all()) for each in some)
-            for some, result in zip(both, seen, strict=True)
-        )
-    )
+    return tuple(name for name, fits in ways.items() if fits)
 
 
 def shares_of(

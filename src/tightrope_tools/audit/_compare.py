@@ -20,10 +20,9 @@ from ._audit import check_all, check_options
 from ._bits import Bits, bits_of, shares_of
 from ._call import CallFailed, undisturbed
 from ._faults import DIFFERENCES
-from ._frequencies import is_of
 from ._log import Log
 from ._near import Near, apart
-from ._profile import NARROW, ODD, SHORT, Profile, measure, wrapped
+from ._profile import NARROW, ODD, SHORT, Profile, differences, measure, wrapped
 from ._report import Comparison, Difference
 from ._search import Hints, NoCallFound
 from ._targets import Target, names_stack, resolve, subject_of
@@ -180,11 +179,6 @@ class _Steps:
         """
         return torch.allclose(self.a.starts, self.b.starts, rtol=0, atol=1e-4)
 
-    def odd(self, more: tuple[int, ...] = ()) -> list[int]:
-        """Positions that show how angles are rounded, as far as both functions accept them."""
-        least, most = max(self.a.shift, self.b.shift), min(self.a.reach, self.b.reach)
-        return [p for p in (*ODD[1:], *more) if least <= p < most]
-
     def add_once(self, code: str, sentence: str, evidence: str) -> None:
         """Add a difference, once per code."""
         if all(each.code != code for each in self.found):
@@ -211,9 +205,9 @@ def _compared(first: _Side, second: _Side) -> Comparison:
     if len(steps.a.pairs) == len(steps.b.pairs):
         if not steps.gets_tables:
             _compare_frequencies(steps, first, second)
-        odd = steps.odd((65537, 1_048_573))
-        tables = _compare_angles(steps, odd)
-        counted = [dtype for dtype in counted if _compare_bits(steps, dtype, odd, tables)]
+        odd = _odd(max(a.shift, steps.b.shift), min(a.reach, steps.b.reach), (65537, 1_048_573))
+        wide = [p.tables(p.given(odd)) for p in (steps.a, steps.b)]
+        counted = [dtype for dtype in counted if _compare_type(steps, dtype, odd, wide)]
     _compare_findings(steps, first.log, second.log, _FURTHER)
     shares = shares_of(steps.a, steps.b, counted)
     differ = any(part for share in shares.values() for part in share)
@@ -223,6 +217,11 @@ def _compared(first: _Side, second: _Side) -> Comparison:
         steps.add("unexplained")
     names = first.target.name, second.target.name
     return Comparison(*names, steps.facts, tuple(steps.found), shares)
+
+
+def _odd(least: int, most: int, more: tuple[int, ...] = ()) -> list[int]:
+    """Positions that show how angles are rounded."""
+    return [p for p in (*ODD[1:], *more) if least <= p < most]
 
 
 def _aligned(own: Profile, other: Profile) -> Profile:
@@ -239,15 +238,10 @@ def _aligned(own: Profile, other: Profile) -> Profile:
     if not own.shift and own.table not in NARROW:
         return own
     tried = replace(own, omegas=theirs, intercepts=own.shift * theirs)
-    odd = _Steps(own, own).odd()
-    how = tried.explain(theirs, odd, own.tables(own.given(odd)) / own.amplitude, _tolerance(own))
-    if how is None or how.product not in NARROW:
-        return own
-    return replace(tried, rounded=how.product, widths=theirs.abs() * torch.finfo(how.product).eps)
-
-
-def _tolerance(profile: Profile) -> float:
-    return max(5e-3, 2 * profile.noise)
+    odd = _odd(own.shift, own.reach)
+    how = tried.explain(odd, own.tables(own.given(odd)))
+    narrow = how is not None and how.product in NARROW
+    return replace(tried, rounded=how.product) if how and narrow else own
 
 
 def _compare_findings(steps: _Steps, first: Log, second: Log, codes: frozenset[str]) -> None:
@@ -292,109 +286,66 @@ def _compare_frequencies(steps: _Steps, one: _Side, other: _Side) -> None:
     if bool((gap > limit).any()):
         relative = gap / larger.clamp(min=1e-300)
         k = int(relative.argmax())
+        words: dict[str, Any] = {"first": float(first[k]), "second": float(second[k]), "pair": k}
+        words |= {"count": int((gap > limit).sum()), "total": len(gap), "rules": ""}
+        words |= {"last": " in their last bits" * (float(relative.max()) < 2.0**-21)}
         types = _precision(first, second, limit), _precision(second, first, limit)
-        kind, rules = "frequency-dtype", ""
+        kind = "frequency-dtype"
         if types[0] == types[1]:
-            kind, rules = _rules(one, other)
+            kind, words["rules"] = _rules(one, other)
         else:
             steps.facts["frequencies"] = types
-        steps.add(
-            kind,
-            pair=k,
-            first=float(first[k]),
-            second=float(second[k]),
-            count=int((gap > limit).sum()),
-            total=len(gap),
-            rules=rules,
-            ratio=float(first[k] / second[k]),
-            last=" in their last bits" * (float(relative.max()) < 2.0**-21),
-        )
+        steps.add(kind, ratio=float(first[k] / second[k]), **words)
     if abs(a.amplitude - b.amplitude) > max(a.noise, b.noise) * max(a.amplitude, b.amplitude):
         scales = f"{a.amplitude:.9g}", f"{b.amplitude:.9g}"
         steps.fact("attention factor", *scales, "attention-factor")
 
 
-def _rules(first: _Side, second: _Side) -> tuple[str, str]:
+def _rules(*sides: _Side) -> tuple[str, str]:
     """Return how the rules of different frequencies differ, as a kind of difference, and more evidence."""
-    one, other = map(_rule_of, (first, second))
-    if one is None or other is None or _as_text(one) == _as_text(other):
+    rules = [each.log.identity for each in sides]
+    one, other = (None if rule is None or rule.loose else rule.spec for rule in rules)
+    if one is None or other is None or one == other:
         return "frequencies", ""
     kind = "frequencies/scaling"
     if one.scaling == other.scaling:
         kind = "frequencies/base"
     elif one.base == other.base and None in (one.scaling, other.scaling):
         kind = f"frequencies/lost-by-{'first' if one.scaling is None else 'second'}"
-    return kind, f"; the first: {_as_text(one)}; the second: {_as_text(other)}"
-
-
-def _as_text(spec: RopeSpec) -> str:
-    return f"base {spec.base:g}" + ("" if spec.scaling is None else f", {spec.scaling!r}")
-
-
-def _rule_of(side: _Side) -> RopeSpec | None:
-    """Return the declared spec if it has the measured frequencies, else the one that is identified, if any."""
-    spec, identity = side.target.spec, side.log.identity
-    if spec is not None and is_of(side.profile, spec):
-        return spec
-    return None if identity is None or identity.loose else identity.spec
+    texts = (
+        f"base {s.base:g}" + f", {s.scaling!r}" * (s.scaling is not None) for s in (one, other)
+    )
+    return kind, "; the first: {}; the second: {}".format(*texts)
 
 
 def _precision(own: torch.Tensor, other: torch.Tensor, limit: torch.Tensor) -> str:
     """Return the dtype that frequencies are rounded to: 16 bits only if they are the other ones rounded."""
-
-    def is_rounded(dtype: torch.dtype) -> bool:
-        return bool(((own.to(dtype).double() - own).abs() <= 2 * limit).all())
-
-    for dtype in NARROW:
-        step = torch.finfo(dtype).eps
-        if is_rounded(dtype) and bool(((own - other).abs() <= step * other + limit).all()):
+    for dtype in (*NARROW, torch.float32):
+        is_held = bool(((own.to(dtype).double() - own).abs() <= 2 * limit).all())
+        near = (own - other).abs() <= torch.finfo(dtype).eps * other + limit
+        if is_held and (dtype == torch.float32 or bool(near.all())):
             return SHORT[dtype]
-    return "float32" if is_rounded(torch.float32) else "more exact than float32"
+    return "more exact than float32"
 
 
-def _compare_angles(steps: _Steps, odd: list[int]) -> list[torch.Tensor]:
-    """Compare angles at odd positions for float32 x; return each function's tables there."""
-    a, b = steps.a, steps.b
-    seen = [p.tables(p.given(odd)) for p in (a, b)]
-    if steps.gets_tables or not steps.aligned:
-        steps.facts["angles"] = _NOT_COMPARED
-        return seen
-    gap = torch.view_as_real(seen[0] - seen[1]).abs()
-    one, other = (_angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True))
-    steps.facts["angles"] = one, other
-    if one != other:
-        kind = "position-dtype" if "positions" in one + other else "angle-dtype"
-        kind = "angles" if "unknown" in (one, other) else kind
-        worst = odd[int(gap.amax((1, 2)).argmax())]
-        steps.add(kind, first=one, second=other, position=worst, gap=float(gap.max()))
-    elif not steps.found and a.table == b.table and bool(gap.any()):
-        count, most = int((gap > 0).sum()), float(gap.max())
-        steps.add("cosines", count=count, total=gap.numel(), gap=most)
-    return seen
-
-
-def _angles_of(profile: Profile, positions: list[int], seen: torch.Tensor) -> str:
-    ratio = seen / profile.amplitude
-    found = profile.explain(profile.omegas, positions, ratio, _tolerance(profile))
-    if found is None and profile.rounded is not None:
-        return SHORT[profile.rounded]
-    return "unknown" if found is None else str(found)
-
-
-def _compare_bits(
-    steps: _Steps, dtype: torch.dtype, odd: list[int], tables: list[torch.Tensor]
+def _compare_type(
+    steps: _Steps, dtype: torch.dtype, odd: list[int], wide: list[torch.Tensor]
 ) -> bool:
-    """Compare tables and roundings for x of one dtype; return whether its results can be compared."""
+    """Compare angles, tables and roundings for x of one dtype; return whether its results can be compared.
+
+    Args:
+        odd: positions that show how angles are rounded.
+        wide: the cosines and sines of each function there, for float32 x.
+    """
     name = SHORT[dtype]
     try:
-        one, other = (
-            bits_of(p, dtype, odd, table)
-            for p, table in zip((steps.a, steps.b), tables, strict=True)
-        )
+        one, other = map(bits_of, (steps.a, steps.b), [dtype] * 2, [odd] * 2, wide)
     except CallFailed:
         return True  # the shares of differing results show that a function refuses this dtype
-    if not steps.gets_tables:
-        _compare_types(steps, name, one, other)
+    if steps.gets_tables or not steps.aligned:
+        steps.facts["angles"] = _NOT_COMPARED
+    else:
+        _compare_angles(steps, dtype, odd, one, other)
     if not (one.known and other.known) and not (one.forward and other.forward):
         steps.facts[f"rounding, {name}"] = _NOT_COMPARED
         return True
@@ -418,22 +369,32 @@ def _compare_bits(
     return same
 
 
+def _compare_angles(
+    steps: _Steps, dtype: torch.dtype, odd: list[int], one: Bits, other: Bits
+) -> None:
+    """Compare the angles at odd positions for x of one dtype."""
+    gap, both = differences(one.seen, other.seen), one.angles + other.angles
+    wide = dtype == torch.float32
+    if wide:
+        steps.facts["angles"] = one.angles, other.angles
+    if one.angles != other.angles and (wide or not (one.known and other.known)):
+        rounded = (part for part in ("positions", "frequencies") if part in both)
+        kind = {"positions": "position-dtype", "frequencies": "frequency-dtype/of-angles"}.get(
+            next(rounded, ""), "angle-dtype"
+        )
+        if "unknown" in both:
+            kind = "angles" if wide else "angle-dtype/others"
+        words = {"first": one.angles, "second": other.angles, "gap": float(gap.max())}
+        words["x"] = "" if wide else f", for {SHORT[dtype]} x"
+        steps.add(kind, position=odd[int(gap.amax(1).argmax())], **words)
+    elif wide and not steps.found and steps.a.table == steps.b.table and bool(gap.any()):
+        parts = torch.view_as_real(one.seen - other.seen).abs()
+        count = int((parts > 0).sum())
+        steps.add("cosines", count=count, total=parts.numel(), gap=float(gap.max()))
+
+
 def _named(roundings: tuple[str, ...] | None) -> str:
     return "no gradients" if roundings is None else " or ".join(roundings) or "unknown"
-
-
-def _compare_types(steps: _Steps, name: str, one: Bits, other: Bits) -> None:
-    """Report angles that one function rounds for x of a dtype and not for float32 x."""
-    bits = [torch.view_as_real(each.seen).nan_to_num() for each in (one, other)]
-    if torch.equal(*bits) or one.angles == other.angles is not None:
-        return
-    for which, each in (("first", one), ("second", other)):
-        words = {"dtype": name, "which": which, "evidence": each.evidence}
-        if each.angles is None:
-            steps.add("angle-dtype/others-by-x", **words)
-        for what, rounded in zip(("position", "frequency", "angle"), each.angles or ()):
-            if rounded in NARROW:
-                steps.add(f"{what}-dtype/by-x", to=SHORT[rounded], **words)
 
 
 def _compare_calls(steps: _Steps) -> None:

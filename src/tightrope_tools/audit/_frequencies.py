@@ -11,25 +11,29 @@ import torch
 
 from tightrope.spec import RopeSpec
 
-from ._identify import identify
+from ._identify import identify, nice
 from ._log import Log
-from ._profile import Profile, pairs_of, wrapped
+from ._profile import NARROW, Pair, Profile, pairs_of, wrapped
 
 CLOSE = 1e-4
 """Largest relative error of a frequency that counts as equal. float32 gives 1e-6."""
 _PAIRINGS = {True: "interleaved", False: "half"}
 
 
+def rates_by_pair(spec: RopeSpec) -> dict[Pair, float]:
+    """The frequencies of a spec, by the channels of their pairs."""
+    rates = spec.frequencies().inv_freq.double().cpu()
+    return dict(zip(pairs_of(spec), rates.tolist(), strict=True))
+
+
 def rates_of(log: Log, profile: Profile) -> torch.Tensor | None:
     """The frequencies that the pairs should have: the declared ones, or those of the audit's tables."""
-    rates = None if log.spec is None else log.spec.frequencies().inv_freq.double().cpu()
-    start = 0 if log.spec is None else log.spec.start
+    known = {} if log.spec is None else rates_by_pair(log.spec)
     if log.subject.way.form.takes_tables:
-        rates, start = log.subject.rates, profile.start
-    stride = 2 if profile.interleaved else 1
-    at = [(pair.first - start) // stride for pair in profile.pairs]
-    fits = rates is not None and all(0 <= k < len(rates) for k in at)
-    return rates[at] if rates is not None and fits else None
+        known = dict(zip(profile.slots, log.subject.rates.tolist()))
+    if not known.keys() >= {*profile.pairs}:
+        return None
+    return torch.tensor([known[pair] for pair in profile.pairs], dtype=torch.float64)
 
 
 def signs_of(log: Log, profile: Profile, *, declared: bool = True) -> torch.Tensor:
@@ -40,17 +44,14 @@ def signs_of(log: Log, profile: Profile, *, declared: bool = True) -> torch.Tens
             without a declaration, a pair turns its first channel towards the second.
     """
     omegas, rates = profile.omegas, rates_of(log, profile)
-    # Half a turn per position is the same in both directions.
-    back = (omegas < 0) & (omegas.abs() < math.pi - CLOSE)
-    if rates is not None:
+    if rates is None:
+        # Half a turn per position is the same in both directions.
+        back = (omegas < 0) & (omegas.abs() < math.pi - CLOSE)
+    else:
         # At whole positions a frequency looks like the same one plus a turn per position.
-        tolerance = CLOSE * rates.abs()
-        forward = wrapped(omegas - rates).abs() <= tolerance
-        backward = wrapped(omegas + rates).abs() <= tolerance
-        fast = (rates.abs() > 3.0) & (forward | backward)
-        negative = rates < 0
-        back = torch.where(fast, forward == negative, back)
-        back = back != negative if declared else back
+        forward, backward = wrapped(omegas - rates).abs(), wrapped(omegas + rates).abs()
+        back = backward < (1 - 1e-6) * forward
+        back = back if declared else back != (rates < 0)
     return torch.where(back, -1.0, 1.0).double()
 
 
@@ -58,9 +59,6 @@ def name_rule(log: Log, profile: Profile) -> None:
     """Identify base and scaling from the frequencies."""
     if log.subject.way.form.takes_tables:
         log.facts["frequencies"] = "provided by the caller, as cosines and sines"
-        return
-    if len(profile.pairs) == 1 and profile.interleaved is None:
-        log.facts["frequencies"] = f"{float(profile.omegas[0].abs()):.6g} rad per position"
         return
     measured = dict(zip(profile.pairs, profile.omegas.abs().tolist()))
     omegas = [measured.get(pair, 0.0) for pair in profile.slots]
@@ -70,14 +68,6 @@ def name_rule(log: Log, profile: Profile) -> None:
     log.identity = identify(omegas, make, profile.amplitude, noise)
     text = log.identity.text
     log.facts["frequencies"] = f"about {text}" if log.identity.loose else text
-
-
-def is_of(profile: Profile, spec: RopeSpec) -> bool:
-    """True if a function has the channels and the frequencies of a spec."""
-    rates = dict(zip(pairs_of(spec), spec.frequencies().inv_freq.double().cpu().tolist()))
-    if not set(profile.pairs) <= set(rates):
-        return False
-    return _turn_by(profile, torch.tensor([rates[pair] for pair in profile.pairs]).double())
 
 
 def _turn_by(profile: Profile, rates: torch.Tensor) -> bool:
@@ -114,42 +104,35 @@ def check_declared(log: Log, spec: RopeSpec, profile: Profile) -> bool:
 
 
 def _pairing(log: Log, spec: RopeSpec, profile: Profile) -> bool:
-    meant = pairs_of(spec)
-    if set(profile.pairs) <= set(meant):
+    rates, takes = rates_by_pair(spec), log.subject.way.form.takes_tables
+    turning = {
+        pair: rate for pair, rate in rates.items() if takes or abs(math.sin(rate / 2)) > 5e-7
+    }
+    if {*profile.pairs} <= rates.keys():
         # A pair that should turn is a matter of its frequency, unless it stands at an end of the slice.
-        turning = (wrapped(spec.frequencies().inv_freq).abs() > 1e-6).tolist()
-        takes = log.subject.way.form.takes_tables
-        lost = any(pair not in profile.pairs for pair, on in zip(meant, turning) if on or takes)
-        if not lost or profile.rotary_dim == spec.rotary_dim:
+        if turning.keys() <= {*profile.pairs} or profile.rotary_dim == spec.rotary_dim:
             return True
     u, v = profile.pairs[0]
     if profile.interleaved is not None and profile.interleaved != spec.interleaved:
         seen, declared = _PAIRINGS[profile.interleaved], _PAIRINGS[spec.interleaved]
-        log.add("pairing", seen=seen, meant=declared, u=u, v=v, other=meant[0].second)
+        log.add("pairing", seen=seen, meant=declared, u=u, v=v, other=pairs_of(spec)[0].second)
         return False
-    words: dict[str, Any] = {"count": len(profile.pairs), "u": u, "v": v, "part": ""}
-    if part := _declared_part(log, spec, profile):
+    count, total, part = len(profile.pairs), len(turning), ""
+    words: dict[str, Any] = {"count": count, "u": u, "v": v}
+    first = torch.tensor([*turning.values()][:count], dtype=torch.float64)
+    if not takes and 1 < count <= total and _turn_by(profile, first):
         # The base of these frequencies over the channels that turn is no one's.
+        part = (
+            "the declared ones" if count == total else f"the first {count} of {total} declared ones"
+        )
         log.facts["frequencies"] = part
-        words["part"] = f", by {part}"
+        part = f", by {part}"
         if profile.interleaved is False and profile.rotary_dim != spec.rotary_dim:
-            add_distance(log, profile, spec, **words)
+            add_distance(log, profile, spec, part=part, **words)
             return False
     seen, declared = (f"{p.start} to {p.start + p.rotary_dim - 1}" for p in (profile, spec))
-    log.add("slice", seen=seen, meant=declared, **words)
+    log.add("slice", seen=seen, meant=declared, part=part, **words)
     return False
-
-
-def _declared_part(log: Log, spec: RopeSpec, profile: Profile) -> str:
-    """Name the part of the declared frequencies with which pairs of other channels turn; "" if they are others."""
-    meant = spec.frequencies().inv_freq.double().cpu()
-    meant, count = meant[wrapped(meant).abs() > 1e-6], len(profile.pairs)
-    if log.subject.way.form.takes_tables or not 1 < count <= len(meant):
-        return ""
-    if not _turn_by(profile, meant[:count]):
-        return ""
-    every = count == len(meant)
-    return "the declared ones" if every else f"the first {count} of {len(meant)} declared ones"
 
 
 def add_distance(
@@ -157,25 +140,25 @@ def add_distance(
 ) -> None:
     """Report pairs whose channels are closer or farther apart than those of the spec."""
     meant = pairs_of(spec)[0]
-    steps = min(profile.distances), meant.second - meant.first
+    steps = profile.distance, meant.second - meant.first
     seen, declared = (f"i with i + {step}" for step in steps)
     log.add(kind, seen=seen, meant=declared, **words)
 
 
 def _frequencies(log: Log, spec: RopeSpec, profile: Profile) -> bool:
-    pairs = pairs_of(spec)
+    rates = rates_by_pair(spec)
     known = dict(zip(profile.pairs, (profile.omegas * signs_of(log, profile)).tolist()))
-    measured = torch.tensor([known.get(pair, 0.0) for pair in pairs], dtype=torch.float64)
-    meant = spec.frequencies().inv_freq.double().cpu()
-    gap = wrapped(measured - meant).abs()
+    measured = torch.tensor([known.get(pair, 0.0) for pair in rates], dtype=torch.float64)
+    meant = torch.tensor([*rates.values()], dtype=torch.float64)
     noise = 2 * profile.noise / profile.farthest
     # A pair that turns too little to be measured counts as correct.
     allowed = torch.clamp(CLOSE * meant.abs() + noise, min=1e-8)
+    gap = wrapped(measured - meant).abs()
     # Declared frequencies rounded to 16 bits pass here: the check of angles finds what was rounded.
     if bool((gap <= allowed).all()) or is_rounded(measured, meant, noise):
         return True
     worst = int((gap / torch.clamp(meant.abs(), min=1e-8)).argmax())
-    u, v = pairs[worst]
+    u, v = [*rates][worst]
     kind, words, extra = _cause(log, spec, measured, meant)
     evidence = (
         f"pair {worst} (channels {u} and {v}) turns by {float(measured[worst]):.6g} rad per position, "
@@ -195,13 +178,13 @@ def _cause(
     row = spec.base ** (-2 * torch.arange(len(measured)).double() / spec.head_dim)
     if spec.rotary_dim < spec.head_dim and _same(measured, row):
         return "denominator", {"head_dim": spec.head_dim, "rotary_dim": spec.rotary_dim}, ""
-    moving = meant != 0
-    ratios = meant[moving] / measured[moving]
-    spread = float(ratios.max() - ratios.min()) if len(ratios) > 1 else math.inf
-    alike = bool(((measured != 0) == moving).all()) and spread <= 2 * CLOSE * float(ratios.max())
-    if alike and abs(float(ratios[0]) - 1) > 4 * CLOSE:
-        what = f"All frequencies are the declared ones divided by {float(ratios[0]):.6g}"
-        return "scaling", {"what": what}, ""
+    ratio = float(meant[0] / measured[0])
+    if ratio > 0 and abs(ratio - 1) > 4 * CLOSE and _same(measured * ratio, meant):
+        return (
+            "scaling",
+            {"what": f"All frequencies are the declared ones divided by {ratio:.6g}"},
+            "",
+        )
     found = None if log.identity is None or log.identity.loose else log.identity.spec
     if found is None or float(measured.min()) < 0:  # it is known by its absolute frequencies
         return "frequencies", {}, ""
@@ -216,31 +199,28 @@ def _same(measured: torch.Tensor, row: torch.Tensor) -> bool:
 
 def is_rounded(measured: torch.Tensor, meant: torch.Tensor, noise: float = 0.0) -> bool:
     """True if measured frequencies are those of ``meant`` rounded to a 16-bit dtype."""
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in NARROW:
         near = meant.to(dtype).double()
-        differs = (near - meant).abs() > 2e-5 * meant.abs()
         close = (measured - near).abs() <= 2e-5 * near.abs() + 1e-12 + noise
-        if bool(differs.any()) and bool(close.all()):
+        if bool(close.all()) and bool(((near - meant).abs() > 2e-5 * meant.abs()).any()):
             return True
     return False
 
 
 def check_identity(log: Log, profile: Profile) -> None:
     """Without a declared spec, warn of a base below 1000 if exponents divided by head_dim may explain it."""
-    identity = log.identity
-    if log.spec is not None or identity is None or identity.spec is None or identity.loose:
+    found = None if log.identity is None or log.identity.loose else log.identity.spec
+    if log.spec is not None or found is None:
         return
     with log.check("frequencies are plausible"):
-        if identity.by_head_dim is not None and identity.spec.base < 1000 <= identity.by_head_dim:
+        sizes = {"head_dim": found.head_dim, "rotary_dim": found.rotary_dim}
+        base = nice(found.base ** (found.head_dim / found.rotary_dim), 2e-5)
+        if found.scaling is None and found.base < 1000 <= base:
             # Interleaved pairs of which the last never turn look the same, as in a proportional rule.
+            severity = "note" if profile.interleaved else "warning"
+            meant = replace(found, base=base)
             log.add(
-                "denominator/or-base",
-                severity="note" if profile.interleaved else "warning",
-                spec=replace(identity.spec, base=identity.by_head_dim),
-                seen=identity.spec.base,
-                base=identity.by_head_dim,
-                head_dim=log.subject.head_dim,
-                rotary_dim=profile.rotary_dim,
+                "denominator/or-base", "", severity, spec=meant, seen=found.base, base=base, **sizes
             )
 
 

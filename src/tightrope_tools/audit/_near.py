@@ -56,11 +56,6 @@ class Near:
         return bool(self.matrices.isfinite().all())
 
     @property
-    def is_constant(self) -> bool:
-        """True if a token is rotated alike at all positions."""
-        return apart(self.matrices, self.matrices[:1].expand_as(self.matrices)) <= 1e-6
-
-    @property
     def tolerance(self) -> float:
         """The largest difference from a predicted result that is a matter of rounding."""
         return _SAME * max(1.0, float(self.matrices.abs().max()))

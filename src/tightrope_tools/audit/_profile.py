@@ -31,7 +31,7 @@ _COUNTED = 2**12
 _UNITS = 5
 """Angles whose cosines and sines are equal but for their last bit differ by at most so many units of it."""
 _ROUNDED_FROM = 64
-"""Angles are called rounded if so many positions from 1 on say so."""
+"""Angles are called rounded if at least so many positions from 1 on say so."""
 _ANGLE = 2e-4
 """Tolerance of equal angles, in radians; float32 is off by 1e-7."""
 SHORT = {
@@ -48,7 +48,9 @@ def wrapped(angle: torch.Tensor) -> torch.Tensor:
     return angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
 
 
-def agree(a: torch.Tensor, b: torch.Tensor | float, tolerance: float = _ANGLE) -> torch.Tensor:
+def agree(
+    a: torch.Tensor, b: torch.Tensor | float, tolerance: torch.Tensor | float
+) -> torch.Tensor:
     """True where angles are equal within a tolerance, modulo a turn."""
     return wrapped(a - b).abs() <= tolerance
 
@@ -86,8 +88,8 @@ class Angles(NamedTuple):
     def __str__(self) -> str:
         exact = self.product == torch.float64
         name = "more exact than float32" if exact else SHORT[self.product]
-        if self.positions in NARROW:
-            name += f", of positions in {SHORT[self.positions]}"
+        for what, dtype in (("positions", self.positions), ("frequencies", self.frequencies)):
+            name += f", of {what} in {SHORT[dtype]}" * (dtype in NARROW)
         return name
 
     def at(self, positions: Sequence[int], omegas: torch.Tensor, after: int = 0) -> torch.Tensor:
@@ -125,7 +127,7 @@ class Profile:
         shift: the function rotates position p - shift as position p should be rotated.
         farthest: the largest position from which the frequencies were measured.
         rounded: the 16-bit dtype of the angles for float32 x; None if they are more exact.
-        widths: the widths of the intervals in which the frequencies are, if angles are rounded.
+        widths: the widths of the intervals that rounded angles leave for the frequencies.
     """
 
     subject: Subject
@@ -144,7 +146,7 @@ class Profile:
     shift: int = 0
     farthest: int = 3
     rounded: torch.dtype | None = None
-    widths: torch.Tensor | None = None
+    widths: torch.Tensor | float = 0.0
 
     @property
     def noise(self) -> float:
@@ -154,9 +156,7 @@ class Profile:
     @property
     def blur(self) -> torch.Tensor:
         """The largest error of each measured frequency."""
-        if self.widths is not None:
-            return self.widths
-        return torch.full_like(self.omegas, self.noise / self.farthest)
+        return torch.full_like(self.omegas, self.noise / self.farthest) + self.widths
 
     @property
     def least(self) -> float:
@@ -175,28 +175,27 @@ class Profile:
         return 1.0 if float(self.omegas.sum()) >= 0 else -1.0
 
     @property
-    def distances(self) -> set[int]:
-        """The distances between the channels of the pairs."""
-        return {pair.second - pair.first for pair in self.pairs}
+    def distance(self) -> int:
+        """The distance between the two channels of each pair; 0 if it differs from pair to pair."""
+        found = {pair.second - pair.first for pair in self.pairs}
+        return found.pop() if len(found) == 1 else 0
 
     @property
     def interleaved(self) -> bool | None:
         """True for interleaved, False for half; None for neither, or for a single pair of neighbours."""
-        if self.distances == {1}:
-            return True if len(self.pairs) > 1 or self.rotary_dim > 2 else None
-        if len(self.distances) == 1 and self.rotary_dim == 2 * min(self.distances):
-            return None if self.blocks > 1 else False
-        return None
+        if self.distance == 1:
+            return True if self.rotary_dim > 2 else None
+        return False if self.blocks == 1 else None
 
     @property
     def blocks(self) -> int:
         """The number of blocks of half pairs, one after the other; 0 if the pairs are no such blocks."""
-        if len(self.distances) != 1 or self.distances == {1}:
+        width = 2 * self.distance
+        if width <= 2:
             return 0
-        width = 2 * min(self.distances)
-        places = {(pair.first - self.start) // width for pair in self.pairs}
-        inside = all((pair.first - self.start) % width < width // 2 for pair in self.pairs)
-        return len(places) if inside else 0
+        places = [divmod(pair.first - self.start, width) for pair in self.pairs]
+        inside = all(place < self.distance for _, place in places)
+        return len({block for block, _ in places}) if inside else 0
 
     @property
     def start(self) -> int:
@@ -206,20 +205,17 @@ class Profile:
     @property
     def rotary_dim(self) -> int:
         """The number of channels that the pairing spans; for half pairing with pairs that never turn."""
-        if not self.pairs:
-            return 0
-        if len(self.distances) == 1 and self.distances != {1}:
-            return 2 * min(self.distances)
-        return max(pair.second for pair in self.pairs) + 1 - self.start
+        if self.distance > 1:
+            return 2 * self.distance
+        return max((pair.second + 1 for pair in self.pairs), default=0) - self.start
 
     @property
     def pairing(self) -> str:
         """The pairing as text."""
-        if not self.pairs:
-            return "none"
         if self.interleaved is None:
-            neighbours = self.distances == {1}
-            return "one pair of neighbours" if neighbours else "neither half nor interleaved"
+            return (
+                "one pair of neighbours" if self.distance == 1 else "neither half nor interleaved"
+            )
         return "interleaved (2i, 2i + 1)" if self.interleaved else "half (i, i + rotary_dim / 2)"
 
     @property
@@ -261,19 +257,18 @@ class Profile:
 
     def explain(
         self,
-        omegas: torch.Tensor,
         positions: Sequence[int],
         seen: torch.Tensor,
-        tolerance: float,
+        tolerance: float | None = None,
         frequencies: Sequence[torch.dtype] = (torch.float64,),
     ) -> Angles | None:
         """Find the arithmetic of the angles that gives measured cosines and sines; None if none does.
 
         Args:
-            omegas: the exact frequencies of the pairs, signed.
             positions: what the function was given, plus ``shift``.
-            seen: what :meth:`tables` measured there, divided by the amplitude.
-            tolerance: the largest difference of a cosine or sine.
+            seen: what :meth:`tables` measured there.
+            tolerance: the largest difference of a cosine or sine of amplitude 1; by default, one that tables in
+                16 bits explain.
             frequencies: dtypes to which the function may round its frequencies.
         """
         best, found = math.inf, None
@@ -287,13 +282,13 @@ class Profile:
             for p in (torch.float64, *NARROW)
         )
         for how, after in tried:
-            error = difference(
-                turned(how.at(positions, omegas, after).double() + self.starts), seen
-            )
+            angles = how.at(positions, self.omegas, after).double() + self.starts
+            error = difference(turned(angles), seen / self.amplitude)
             # Another arithmetic must fit clearly better than one named before it.
             if error < 0.5 * best:
                 best, found = error, how
-        return found if best <= tolerance else None
+        allowed = max(5e-3, 2 * self.noise) if tolerance is None else tolerance
+        return found if best <= allowed else None
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -342,8 +337,7 @@ def measure(subject: Subject, near: Near, limit: int | None = None) -> Profile:
 def _measure_angles(profile: Profile, limit: int | None) -> None:
     """Fill in the frequencies, from nearby positions to far ones, and what else the angles show."""
     angles = profile.firsts.angle()
-    sizes = torch.stack((profile.firsts, profile.seconds)).abs()
-    profile.amplitude = float(sizes[:, :4].median())
+    profile.amplitude = float(torch.cat((profile.firsts[:4], profile.seconds[:4])).abs().median())
     most = _POWERS[-1] if profile.subject.way.takes_ids else _COUNTED
     powers, seen = profile.accepted([p for p in _POWERS if p <= most])
     finite = int(seen.isfinite().all(1).long().cumprod(0).sum())
@@ -352,19 +346,14 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
     if limit is not None:
         powers, seen = profile.accepted([p for p in powers if p < limit])
     # The factor may be applied before tables are rounded, or after.
-    tables = torch.cat((profile.firsts, seen))
-    narrow = (
-        each
-        for each in NARROW
-        if _is_of(each, tables) or _is_of(each, tables / sizes[0, 0].median())
-    )
+    tables, factor = torch.cat((profile.firsts, seen)), profile.firsts[0].abs().median()
+    narrow = (each for each in NARROW if _is_of(each, tables) or _is_of(each, tables / factor))
     profile.table = next(narrow, torch.float32)
     if _measure_rounded(profile):
         return
     profile.omegas = wrapped(angles[3] - angles[2])
-    profile.intercepts = wrapped(angles[2] - 2 * profile.omegas)
     few = torch.cat((angles[[4, 8]], seen[:2].angle()))
-    _refine(profile, profile.intercepts, [4, 8, *powers[:2]], few)
+    _refine(profile, wrapped(angles[2] - 2 * profile.omegas), [4, 8, *powers[:2]], few)
     profile.intercepts = wrapped(angles[2] - 2 * profile.omegas)
     shift = shift_of(profile.omegas, profile.intercepts, 2 * profile.noise)
     # If position 0 is right, later positions are off: that is no offset.
@@ -377,63 +366,51 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
 
 
 def _measure_rounded(profile: Profile) -> bool:
-    """Fill in the frequencies if angles are rounded to 16 bits; return whether they are.
-
-    Each rounded angle gives an interval for the frequency of its pair. All angles are values of the dtype,
-    but not multiples of one number.
-    """
-    angles, noise = profile.firsts.angle(), profile.noise
-    if profile.table in NARROW or float(angles[0].abs().max()) > profile.least:
+    """Fill in the frequencies if angles are rounded to 16 bits; return whether they are."""
+    near, noise = profile.firsts[1:].angle(), profile.noise
+    if profile.table in NARROW or float(profile.firsts[0].angle().abs().max()) > profile.least:
         return False
-    if not any(len(_intervals(angles[1:2], dtype, noise)[2]) for dtype in NARROW):
-        return False
+    count = torch.arange(1, NEAR)[:, None]
+    if bool(agree(near, count * near[0], 8 * noise * count).all()):
+        return False  # multiples of one number, which is the frequency
     seen = profile.tables(range(1, min(DENSE, profile.reach))).angle()
     for dtype in NARROW:
-        low, high, angles = _intervals(seen, dtype, noise)
-        count = len(angles)
-        if count < _ROUNDED_FROM:
-            continue
-        multiples = torch.arange(1, count + 1)[:, None] * (angles[-1] / count)
-        if bool(((angles - multiples).abs() > 8 * noise * angles.abs()).any()):
+        low, high, farthest = _intervals(seen, dtype, noise)
+        if farthest >= _ROUNDED_FROM:
             profile.omegas, profile.widths = (low + high) / 2, high - low
-            profile.intercepts = torch.zeros_like(profile.omegas)
-            profile.farthest, profile.rounded = count, dtype
+            profile.intercepts = torch.zeros_like(low)
+            profile.farthest, profile.rounded = farthest, dtype
             return True
     return False
 
 
 def _intervals(
     seen: torch.Tensor, dtype: torch.dtype, noise: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the bounds of the frequencies whose angles, rounded to a dtype, are those seen.
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the bounds of the frequencies whose angles, rounded to a dtype, are those seen, and up to which position.
 
-    The third result are the rounded angles, not reduced by whole turns, up to the first that no frequency gives.
+    Each angle leaves an interval for the frequency of its pair. Twice as many positions leave a narrower one, which
+    tells by how many whole turns the next angles are reduced.
 
     Args:
         seen: the angles at positions 1, 2, …, in [-π, π], ``[positions, pairs]``.
     """
-    info = torch.finfo(dtype)
     low = high = seen[0]
-    angles: list[torch.Tensor] = []
-    for position, angle in enumerate(seen, 1):
-        tried = position * (low + (high - low) * torch.linspace(0, 1, 9).double()[:, None])
-        values = _cast(tried, dtype)
-        gap = wrapped(values - angle).abs()
-        best, at = gap.min(0)
-        value = values.gather(0, at[None])[0]
-        if bool((best > noise * angle.abs().clamp(max=1.0)).any()):
-            break
+    farthest, count = 0, 1
+    while farthest < len(seen):
+        positions = torch.arange(1, count + 1, dtype=torch.float64)[:, None]
+        parts = torch.linspace(0, 1, 9, dtype=torch.float64)[:, None, None]
+        tried = _cast(positions * (low + (high - low) * parts), dtype)
+        gap, best = wrapped(tried - seen[:count]).abs().min(0)
+        angles = tried.gather(0, best[None])[0]
         # A little more than half a unit, as the product is rounded to float32 before.
-        unit = torch.exp2(value.abs().clamp(min=info.tiny).log2().floor()) * info.eps
-        bounds = [(value + sign * 0.5002 * unit) / position for sign in (-1, 1)]
-        lower, upper = bounds
-        if angles:
-            lower, upper = torch.maximum(low, lower), torch.minimum(high, upper)
-        if bool((lower > upper).any()):
+        info = torch.finfo(dtype)
+        half = 0.5002 * angles.abs().clamp(min=info.tiny).log2().floor().exp2() * info.eps
+        lower, upper = ((angles - half) / positions).amax(0), ((angles + half) / positions).amin(0)
+        if bool((gap > noise * angles.abs().clamp(max=1.0)).any() or (lower > upper).any()):
             break
-        low, high = lower, upper
-        angles.append(value)
-    return low, high, torch.stack(angles) if angles else seen[:0]
+        low, high, farthest, count = lower, upper, count, min(2 * count, len(seen))
+    return low, high, farthest
 
 
 def _refine(

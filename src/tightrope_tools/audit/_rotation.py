@@ -11,7 +11,7 @@ import torch
 from ._corrections import check_direction, check_factor
 from ._frequencies import add_distance, name_rule
 from ._log import Log
-from ._near import NEAR, apart
+from ._near import NEAR
 from ._profile import Profile, agree, flips, measure, pairs_of, wrapped
 
 
@@ -70,10 +70,6 @@ def _pairs_are_rotations(log: Log, profile: Profile) -> bool:
     if not pairs and not tangled and not alone:
         whole = rates is not None and bool((rates < 1e-6).all())
         log.add("does-nothing", severity="note" if whole else "error")
-        return False
-    changes = apart(maps[0], torch.eye(len(maps[0]))) > 1e-3
-    if profile.near.is_constant and log.subject.way.takes_positions and changes:
-        log.add("positions-ignored")
         return False
     if profile.blocks > 1 and not tangled and not alone:
         _blocks(log, profile)

@@ -1,84 +1,43 @@
-"""Whether k is rotated as q is, whether scores depend on distance alone, and whether gradients are rotated back."""
+"""Whether k is rotated as q is, and whether gradients are rotated back."""
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
 from ._call import CallFailed, Subject, gradient
 from ._calls import check_calls_of_keys
 from ._log import Log
-from ._near import Near, apart, matrices
-from ._profile import DENSE, ODD, SHORT, Profile, difference
+from ._near import NEAR, apart, matrices
+from ._profile import DENSE, ODD, SHORT, Profile
 
 
 def check_keys(log: Log, profile: Profile) -> None:
-    """Check that k comes out like an equal q: in all calls of the tables, in all dtypes, near and far."""
+    """Check that k comes out like an equal q: in all dtypes, near and far, and in all calls of the tables."""
     if not log.subject.way.takes_keys:
         return
     with log.check("k is rotated like q") as fresh:
-        keys, axes = fresh.keys(), fresh.way.axes
-        log.measure_near()  # earlier calls may have changed the function
-        near = Near.of(keys).matrices
-        size = apart(near, log.near.matrices)
-        if size > log.near.tolerance:
-            if apart(near, torch.eye(near.shape[-1]).expand_as(near)) == 0:
-                log.add("k-not-rotated")
-            else:
-                log.add("q-k", f"at positions near 0 the results differ by up to {size:.4g}")
-            return
-        if not log.found("not-linear"):
-            check_calls_of_keys(log, keys)
-        if axes > 1 and not fresh.way.counts:
-            x, ids = fresh.random(1, 2, 4, seed=41), torch.arange(4 * axes).view(axes, 1, 4)
-            size = apart(*fresh.rotate_all([x, x.clone()], ids))
-            if size > log.near.tolerance:
-                log.add("q-k", f"where coordinates differ, so do the results, by up to {size:.4g}")
-        for dtype in log.dtypes:
-            for where in ([p for p in ODD if p < profile.reach], range(min(DENSE, profile.reach))):
-                with suppress(CallFailed):
-                    sides = (replace(profile, subject=each) for each in (fresh, keys))
-                    size = difference(*(side.tables(where, dtype) for side in sides))
-                    if size > 4 * torch.finfo(dtype).eps * max(1.0, profile.amplitude):
-                        evidence = f"at positions up to {where[-1]:,} a cosine or sine differs by {size:.4g}"
-                        log.add("q-k", f"for {SHORT[dtype]} vectors {evidence}")
-
-
-_SHIFTS = (1, 100, 1000, 30_000)
-
-
-def check_relative(log: Log) -> None:
-    """Check that scores do not change when both positions shift. A drift with a known cause is no finding."""
-    name = "scores depend on relative position only"
-    if log.subject.way.form.takes_tables:
-        log.skip(name, "the caller provides the angles")
-        return
-    with log.check(name) as fresh:
-        q, k = fresh.random(1, 2, 1, seed=31), fresh.random(1, 2, 1, seed=32)
-
-        def score(m: int, n: int) -> torch.Tensor:
-            turned = [fresh.rotate(x.clone(), [p]).detach().double() for x, p in ((q, m), (k, n))]
-            return (turned[0] * turned[1]).sum(-1).cpu()
-
-        here = score(7, 3)
-        size = float((q.double().norm(dim=-1) * k.double().norm(dim=-1)).max())
-        drift = {}
-        for shift in _SHIFTS:
-            if shift + 7 > log.longest or (not fresh.way.takes_ids and shift > 2000):
-                break
-            try:
-                drift[shift] = float((score(7 + shift, 3 + shift) - here).abs().max()) / size
-            except CallFailed:
-                break
-        sizes = ", ".join(f"{value:.1e} (+{shift})" for shift, value in drift.items())
-        log.facts["scores"] = f"change by {sizes} of |q| |k|"
-        worst = max(drift, key=drift.__getitem__, default=1)
-        # Two float32 angles at position 30,000 are each off by at most 4e-3.
-        known = log.found() or log.found("length", "amplitude-varies")
-        if drift and drift[worst] > 1e-2 and not known:
-            log.add("relative", m=7 + worst, n=3 + worst, drift=drift[worst])
+        odd = [p for p in ODD if p < profile.reach]
+        where = [torch.tensor([[*p]]) for p in (range(NEAR), odd, range(min(DENSE, profile.reach)))]
+        if (axes := fresh.way.axes) > 1 and not fresh.way.counts:
+            where.append(torch.arange(4 * axes).view(axes, 1, 4))
+        for dtype, ids in itertools.product(log.dtypes, where):
+            x = fresh.random(1, 2, ids.shape[-1], dtype=dtype, seed=41)
+            with suppress(CallFailed):
+                q, k = fresh.rotate_all([x.clone(), x.clone()], ids)
+                size = apart(q, k) / float(x.abs().max())
+                if dtype == torch.float32 and apart(k, x) == 0 < size:
+                    log.add("k-not-rotated")
+                    return
+                if size > 4 * torch.finfo(dtype).eps * max(1.0, profile.amplitude):
+                    evidence = (
+                        f"at positions up to {int(ids.max()):,} k differs by up to {size:.3g}"
+                    )
+                    log.add("q-k", f"for {SHORT[dtype]} vectors {evidence} of an equal q")
+        if not log.found("not-linear", "q-k"):
+            check_calls_of_keys(log, fresh)
 
 
 _GRADIENTS = (0, 1, 5, 14)
