@@ -23,8 +23,7 @@ from ._audit import audit
 from ._call import CallFailed, Subject, Way, counted_rows, describe_error, undisturbed
 from ._compare import compare
 from ._faults import FAULTS
-from ._near import apart
-from ._profile import SHORT
+from ._profile import SHORT, apart
 from ._search import Hints, NoCallFound
 from ._targets import Target, from_stack, resolve, subject_of
 from ._together import together

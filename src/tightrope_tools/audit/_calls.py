@@ -1,7 +1,11 @@
-"""Unusual calls: other rows, heads, shapes, places in memory and dtypes, whose results the near matrices predict."""
+"""Unusual calls: other rows, heads, shapes, places in memory, dtypes and lengths, whose results the near matrices predict.
+
+So do they for gradients; and k must come out like an equal q.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._call import CallFailed, Subject
+from ._call import CallFailed, Subject, gradient
 from ._log import Log
-from ._near import apart
-from ._profile import SHORT
+from ._profile import DENSE, NEAR, ODD, SHORT, Profile, apart, matrices
 
 _WHERE = (1, 3, 5, 9, 2)
 _SAME = 1e-5
@@ -118,35 +121,19 @@ def check_calls(log: Log) -> None:
                     _make(log, fresh, case)
 
 
-def check_calls_of_keys(log: Log, subject: Subject) -> None:
-    """Check that k comes out like an equal q in the same calls."""
-    for case in (*_KEYS, *(case for cases in CHECKS.values() for case in cases)):
-        ids = _ids(log, subject, case)
-        if ids is None or log.found(case.kind):
-            continue
-        q, k = (_x(subject, case, ids) for _ in range(2))
-        before = k.clone()
-        with suppress(CallFailed):
-            ys = subject.rotate_all([q, k], ids.to(case.dtype))
-            if not torch.equal(k, before):
-                _add_overwritten(log, subject, k, before, " if it is passed as k")
-            if (size := apart(*ys)) > log.near.tolerance:
-                log.add("q-k", f"with {case.what}, k differs by up to {size:.3g} from an equal q")
-
-
 def _ids(log: Log, subject: Subject, case: Case) -> torch.Tensor | None:
     """Return the positions of a case; None if the function cannot take it."""
     ids, way = subject.ids(case.ids, case.rows), subject.way
     if case.what == _EXPANDED and log.found("mutates"):
         return None  # heads that share memory are overwritten by one another
-    if way.takes_ids:
+    if way.takes_ids or not case.kind:
         return ids
-    few = ids.shape[1] in range(1, len(log.near.matrices) + 1)
+    few = ids.shape[1] in range(1, NEAR + 1)
     return subject.ids(range(ids.shape[1]), case.rows) if few else None
 
 
 def _x(subject: Subject, case: Case, ids: torch.Tensor) -> torch.Tensor:
-    return case.memory(subject, subject.random(case.rows, case.heads, ids.shape[1], seed=11))
+    return case.memory(subject, subject.random(case.rows, case.heads, ids.shape[-1], seed=11))
 
 
 def _make(log: Log, subject: Subject, case: Case) -> None:
@@ -223,25 +210,9 @@ def check_heads(log: Log) -> None:
         log.subject = replace(log.subject, one_head=True)
 
 
-def check_length_of_rows(log: Log) -> None:
-    """Check that a row does not depend on how far another row reaches."""
-    way = log.subject.way
-    if not way.rows_differ or not (way.takes_ids or way.row_offsets):
-        return
-    with log.check("rows do not depend on the length of others") as subject, suppress(CallFailed):
-        x, near = subject.random(2, 2, 5, seed=5), [3, 0, 4, 8, 6]
-        for length in lengths_of(log):
-            ids = torch.tensor([near, [0, 1, 2, 3, length - 1]])
-            y = log.subject.fresh().rotate(x.clone(), ids)
-            if size := log.near.off(y[:1], x[:1], ids[:1]):
-                evidence = f"row 0 at {near} beside one up to {length - 1:,} differs by {size:.3g}"
-                add_batch(log, evidence, "positions")
-                return
-
-
-def add_batch(log: Log, evidence: str, what: str) -> None:
+def add_batch(log: Log, evidence: str) -> None:
     """Add the finding that rows influence one another; later checks pass one row at a time, so that it has one name."""
-    log.add("batch", evidence, what=what)
+    log.add("batch", evidence)
     log.subject = replace(log.subject, one_row=True)
 
 
@@ -291,16 +262,25 @@ def lengths_of(log: Log) -> list[int]:
     return sorted(length for length in wanted if len(FEW) * 2 < length <= most)
 
 
-def _rotate_few(subject: Subject, length: int) -> torch.Tensor | None:
-    """Rotate a few tokens, the last at position length - 1; return None if the call is refused."""
-    try:
-        return subject.rotate(_few(subject), [*FEW, length - 1]).detach()
-    except CallFailed:
-        return None
+def _rotate_few(
+    subject: Subject, length: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor | None:
+    """Rotate a few tokens, the last at position length - 1; return None if the call is refused.
+
+    If rows differ, row 0 has only tokens near 0.
+    """
+    ids, x = _few(subject, length)
+    with suppress(CallFailed):
+        return subject.rotate(x.to(dtype), ids).detach()
+    return None
 
 
-def _few(subject: Subject) -> torch.Tensor:
-    return subject.random(1, 2, len(FEW) + 1, seed=3)
+def _few(subject: Subject, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions and x of a call."""
+    way = subject.way
+    rows = [[*FEW, 2], [*FEW, length - 1]]
+    ids = torch.tensor(rows if way.rows_differ and (way.takes_ids or way.row_offsets) else rows[1:])
+    return ids, subject.random(len(ids), 2, ids.shape[1], seed=3)
 
 
 def check_equal(log: Log) -> None:
@@ -321,41 +301,135 @@ def check_memory(log: Log) -> None:
     if log.subject.way.form.takes_tables:
         log.skip("results do not depend on earlier calls", "the caller provides the angles")
         return
-    with log.check("results do not depend on earlier calls") as fresh:
-        _history(log, fresh)
-    if log.found("history"):
-        if log.subject.make is not None:
-            log.subject = replace(log.subject, renew=True)
-        log.measure_near()  # after long calls, those near 0 may have other results
-    with log.check("results do not depend on later tokens"):
-        _length(log)
+    first = {length: _rotate_few(log.subject.fresh(), length) for length in lengths_of(log)}
+    calls = {length: y for length, y in first.items() if y is not None}
+    with log.check("results do not depend on earlier calls"):
+        _history(log, calls)
+    name = "results do not depend on later tokens"
+    if not log.found("history"):
+        with log.check(name):
+            _length(log, calls)
+        return
+    log.skip(name, "they depend on earlier calls")
+    if log.subject.make is not None:
+        log.subject = replace(log.subject, renew=True)
+    log.measure_near()  # after long calls, those near 0 may have other results
 
 
-def _history(log: Log, subject: Subject) -> None:
-    """Compare calls after shorter ones, after longer ones, and as first calls."""
-    every = lengths_of(log)
-    rising = {length: _rotate_few(subject, length) for length in every}
-    falling = {length: _rotate_few(subject, length) for length in reversed(every)}
-    for length in every:
-        shorter, longer = rising[length], falling[length]
-        alone = _rotate_few(log.subject.fresh(), length)
-        for how, before, after in (("longer", shorter, longer), ("shorter", alone, shorter)):
-            if before is None or after is None:
-                continue
-            if (size := apart(before, after)) > _SAME:
+def _history(log: Log, first: dict[int, torch.Tensor]) -> None:
+    """Compare first calls, by their lengths, with calls after longer and shorter ones, and after one in bfloat16."""
+    rising = [*first]
+    for how, lengths in (("longer", rising[::-1]), ("shorter", rising)):
+        subject = log.subject.fresh()
+        for length in lengths:
+            again = _rotate_few(subject, length)
+            if again is not None and (size := apart(first[length], again)) > _SAME:
                 log.add("history", last=length - 1, how=how, size=size)
                 return
+    # Some functions keep tables of a few thousand positions.
+    few = [length for length in rising if length <= 5000]
+    if few and torch.bfloat16 in log.dtypes:
+        subject = log.subject.fresh()
+        _rotate_few(subject, few[-1], torch.bfloat16)
+        again = _rotate_few(subject, few[-1])
+        if again is not None and (size := apart(first[few[-1]], again)) > _SAME:
+            log.add("history/dtype", last=few[-1] - 1, size=size)
 
 
-def _length(log: Log) -> None:
-    """Compare the first tokens of longer and longer calls with those of a short one."""
-    x, same = _few(log.subject)[:, :, :-1], len(log.near.matrices)
-    for length in lengths_of(log):
-        longer = _rotate_few(log.subject.fresh(), length)
-        if longer is None:
-            return
-        if size := log.near.off(longer[:, :, :-1], x, torch.tensor([FEW])):
+def _length(log: Log, calls: dict[int, torch.Tensor]) -> None:
+    """Compare the first tokens of longer and longer calls, and a row beside them, with those of short calls."""
+    same = len(log.near.matrices)
+    for length, y in calls.items():
+        ids, x = _few(log.subject, length)
+        if size := log.near.off(y[-1:, :, :-1], x[-1:, :, :-1], ids[-1:, :-1]):
             log.add_length(length, size)
             log.limit = same
+        beside = 0.0 if len(x) == 1 else log.near.off(y[:1], x[:1], ids[:1])
+        if beside and not log.found("row-positions"):
+            evidence = f"row 0 at {ids[0].tolist()} beside one up to {length - 1:,} differs by {beside:.3g}"
+            add_batch(log, evidence)
+        if size or beside:
             return
         same = length
+
+
+# --- keys and gradients ---------------------------------------------------------------------------
+
+
+def check_keys(log: Log, profile: Profile) -> None:
+    """Check that k comes out like an equal q: near and far, in all calls of the tables, in all dtypes."""
+    way = log.subject.way
+    if not way.takes_keys:
+        return
+    odd = [p for p in ODD if p < profile.reach]
+    cases = [
+        Case("", f"at positions up to {max(where):,}", ids=where)
+        for where in (range(NEAR), odd, range(min(DENSE, profile.reach)))
+    ]
+    if way.axes > 1 and not way.counts:
+        differ = torch.arange(4 * way.axes).view(way.axes, 1, 4).tolist()
+        cases.append(Case("", "at positions whose coordinates differ", ids=differ))
+    cases += [*_KEYS, *(case for each in CHECKS.values() for case in each)]
+    with log.check("k is rotated like q") as fresh:
+        for dtype, case in itertools.product(log.dtypes, cases):
+            if log.found("k-not-rotated", "q-k"):
+                return
+            if (ids := _ids(log, fresh, case)) is None or log.found(case.kind):
+                continue
+            q, k = (_x(fresh, case, ids).to(dtype) for _ in range(2))
+            before = k.clone()
+            with suppress(CallFailed):
+                ys = fresh.rotate_all([q, k], ids.to(case.dtype))
+                if not torch.equal(k, before):
+                    _add_overwritten(log, fresh, k, before, " if it is passed as k")
+                size = apart(*ys)
+                if case is cases[0] and dtype == torch.float32 and apart(ys[1], before) == 0 < size:
+                    log.add("k-not-rotated")
+                elif size > 16 * torch.finfo(dtype).eps * max(1.0, profile.amplitude):
+                    words = f"for {SHORT[dtype]} x, {case.what}"
+                    log.add("q-k", f"{words}, k differs by up to {size:.3g} from an equal q")
+
+
+_GRADIENTS = (0, 1, 5, 14)
+
+
+def check_gradients(log: Log) -> None:
+    """Check that the gradients of x, or of q and k, are the transposed rotation of the incoming ones."""
+    if log.found("not-linear", "nondeterminism"):
+        log.skip("gradients", "no fixed linear map of x was measured")
+        return
+    with log.check("gradients") as fresh:
+        _gradient(log, fresh, "q" if fresh.way.takes_keys else "x")
+    if log.subject.way.takes_keys:
+        with log.check("gradients of k") as fresh:
+            _gradient(log, fresh.keys(), "k")
+
+
+def _gradient(log: Log, subject: Subject, name: str) -> None:
+    maps = matrices(subject, _GRADIENTS)
+    leaf = subject.random(1, 2, len(_GRADIENTS), seed=21).requires_grad_()
+    generator = torch.Generator().manual_seed(22)
+    with log.refusal("gradient-raises", name=name):
+        # A copy of the leaf, as an in-place function may write to it.
+        y = subject.rotate(leaf * 1.0, _GRADIENTS)
+        cotangent = torch.randn(y.shape, generator=generator).to(y)
+        seen = gradient(y, leaf, cotangent)
+        if seen is None:
+            log.add("gradient-missing", name=name)
+            return
+        flat, got = (t.detach().cpu().double() for t in (cotangent, seen))
+        # [tokens, out, in] and [.., tokens, out] -> [.., tokens, in]
+        wanted = torch.einsum("toi,bhto->bhti", maps, flat)
+        diagonal = maps.diagonal(dim1=-2, dim2=-1)
+        forwards = torch.einsum("tio,bhto->bhti", maps, flat)
+        causes = {
+            "": wanted,
+            "the term with the sine is detached": diagonal * flat,
+            "the term with the cosine is detached": wanted - diagonal * flat,
+            "the incoming gradient is rotated forwards instead of back": forwards,
+            "the incoming gradient is passed on unrotated": flat,
+            "it is zero": torch.zeros_like(flat),
+        }
+        fits = (cause for cause, each in causes.items() if apart(got, each) <= 1e-3)
+        if cause := next(fits, "it is not the incoming gradient rotated back"):
+            log.add("gradient-wrong", name=name, cause=cause, size=apart(got, wanted))

@@ -1,8 +1,6 @@
-"""Correct the rotation of a function in a fixed order, until it is the declared one: each correction is a fault.
+"""Compare the angles of a function with exact ones, near and far.
 
-Pairs are conjugated, shifted to position 0 and divided by a factor. The angles of the corrected rotation are then
-compared with exact ones, near and far. Where these differ, a step was rounded, or frequencies depend on the length of
-the call, or later positions are others.
+Where they differ, a step was rounded, or frequencies depend on the length of the call, or later positions are others.
 """
 
 from __future__ import annotations
@@ -17,23 +15,23 @@ import torch
 
 from ._call import CallFailed
 from ._calls import FEW
-from ._frequencies import CLOSE, is_rounded, rates_of, signs_of
 from ._log import Log
 from ._profile import (
     DENSE,
     NARROW,
+    NEAR,
     ODD,
     SHORT,
     Profile,
-    agree,
-    difference,
-    differences,
+    apart,
+    gaps,
     pairs_of,
     renewed,
     shift_of,
     turned,
 )
 from ._report import AngleError
+from ._rotation import is_rounded, signs_of
 
 _FAR = (4096, 32768, 131072, 1_048_576)
 _BELOW = (20, 14, 11, 7, 5, 3, 2, 1)
@@ -42,83 +40,12 @@ _ENDS = (
     *("table-nan", "table-wrap", "table-zero"),
 )
 _ROUNDED = ("position-dtype", "frequency-dtype", "angle-dtype")
-_LOOSE = 8e-3
-"""Tolerance of factors; bfloat16 tables change them by up to 4e-3."""
 _CLEAR = 0.08
 """An error of a cosine or sine that is no rounding of tables."""
+_FAST = 0.04
+"""An error below position 10,000 that float32 angles of frequencies up to 64 rad per position do not explain."""
 _COUNTED = 131_072
 """The largest position to test if the function numbers tokens itself and takes no offset."""
-
-
-# --- conjugate, shift, divide ---------------------------------------------------------------------
-
-
-def check_direction(log: Log, profile: Profile) -> None:
-    """Check the direction of the turn, and that nothing turns at position 0."""
-    starts, moving = profile.intercepts, profile.omegas.abs() > 1e-6
-    moving |= ~moving.any()
-    back = (signs_of(log, profile) < 0) & moving
-    (u, v), start, turn = profile.pairs[0], float(starts[0]), float(profile.omegas[0])
-    at_0: dict[str, Any] = {"u": u, "v": v, "start": start, "turn": turn}
-    if bool(agree(starts[moving], math.pi / 2, 2e-2).all()) and torch.equal(back, moving):
-        log.add("swapped-tables", **at_0)
-        return
-    if bool(back.any()):
-        _conjugate(log, profile, back, int(moving.sum()))
-    # If position 0 itself is right, the check of angles finds where the others begin to be wrong.
-    right = bool(agree(profile.firsts[0].angle(), 0.0, 1e-3).all())
-    if not right and not bool(agree(starts, 0.0, max(1e-3, 2 * profile.noise)).all()):
-        log.add("position-offset" if profile.shift else "phase", **at_0, whole=profile.shift)
-
-
-def _conjugate(log: Log, profile: Profile, back: torch.Tensor, total: int) -> None:
-    """Report the pairs that turn backwards, of so many that turn."""
-    rates, count, k = rates_of(log, profile), int(back.sum()), int(back.nonzero()[0])
-    if log.spec is None and count < total and _may_be_fast(profile.omegas):
-        log.add("fast", count=count)
-        return
-    whose, why = "RoPE", "RoPE turns the first channel towards the second"
-    if rates is not None and float(rates[k]) < 0:
-        whose, why = "the declared one", f"{float(rates[k]):+.4f} was declared"
-    severity = "warning" if log.spec is None else "error"
-    pairs = "All pairs turn" if count == total else f"{count} of {total} pairs turn"
-    (u, v), turn = profile.pairs[k], float(profile.omegas[k])
-    log.add("sign", severity=severity, pairs=pairs, whose=whose, why=why, u=u, v=v, turn=turn)
-
-
-def _may_be_fast(omegas: torch.Tensor) -> bool:
-    """True if frequencies above π per position may explain pairs that turn backwards.
-
-    Measured modulo a turn, they do not fall from pair to pair, as those of a rotation below π do.
-    """
-    size = omegas.abs()
-    return float(size.max()) > 1.05 and bool((size[1:] > size[:-1]).any())
-
-
-def check_factor(log: Log, profile: Profile) -> None:
-    """Check the factor on the rotated channels, and replace a measured one by the one that is meant.
-
-    Only near positions are looked at: faults far away have findings of their own.
-    """
-    sizes = torch.cat((profile.firsts, profile.seconds)).abs()
-    least, most = float(sizes.min()), float(sizes.max())
-    allowed = _LOOSE if profile.table in NARROW else min(_LOOSE, CLOSE + most - least)
-    found = None if log.identity is None else log.identity.spec
-    takes = log.subject.way.form.takes_tables
-    spec = log.spec or found
-    usual = [] if spec is None else [spec.attention_scaling()]
-    if takes or log.spec is None:
-        usual.append(1.0)  # the caller's tables may include the factor; those of the audit do not
-    near = [each for each in usual if abs(profile.amplitude - each) <= allowed]
-    seen = profile.amplitude = near[0] if near else profile.amplitude
-    log.facts["amplitude"] = f"{seen:.6g}"
-    if most - least > _LOOSE * seen:
-        log.add("amplitude-varies", least=least, most=most)
-    elif not near:
-        # Beside frequencies of an unknown rule, the factor may belong to that rule.
-        doubt = "note" if found is None and not takes else "warning"
-        severity = doubt if log.spec is None else "error"
-        log.add("amplitude", severity=severity, seen=seen, square=seen**2, meant=usual[0])
 
 
 # --- the angles that are meant --------------------------------------------------------------------
@@ -149,7 +76,7 @@ class Angles:
     Attributes:
         omegas: meant frequency of each pair that turns, radians per position; negative if it turns backwards.
         starts: meant angle of each such pair at position 0, radians.
-        sure: whether the frequencies are known exactly, not only measured.
+        blur: the largest error of these frequencies, if they were only measured.
         longer: length of the call -> frequencies, if they depend on it; ``omegas`` are then those of short calls.
     """
 
@@ -157,7 +84,7 @@ class Angles:
     profile: Profile
     omegas: torch.Tensor
     starts: torch.Tensor
-    sure: bool = False
+    blur: float = 0.0
     longer: Callable[[int], torch.Tensor] | None = None
     dtype: torch.dtype = torch.float32
 
@@ -199,8 +126,8 @@ class Angles:
 
     def slack(self, positions: Sequence[int]) -> torch.Tensor:
         """The largest error at each position that roundings to float32, and of results, explain."""
-        bounds = torch.tensor([self.bound(p) for p in positions])
-        return 0.6 * self.step + 3 * bounds + 1e-6
+        bounds = torch.tensor([3 * self.bound(p) + self.blur * p for p in positions])
+        return 0.6 * self.step + bounds + 1e-6
 
     def seen(self, positions: Sequence[int]) -> _Seen:
         """Measure cosines and sines, divided by the factor.
@@ -211,7 +138,7 @@ class Angles:
         table = self.profile.tables(positions, self.dtype)
         varies = self.log.found("amplitude-varies")
         table = table / (table.abs() if varies else self.profile.amplitude)
-        error = differences(table, self.meant(positions)).amax(1)
+        error = gaps(table, self.meant(positions)).amax(1)
         return _Seen(positions, table, error, error > self.slack(positions))
 
     def is_right(self, position: int) -> bool:
@@ -237,7 +164,12 @@ def meant_of(log: Log, profile: Profile, declared: bool) -> Angles | None:
     spec = log.spec if declared else None if identity is None else identity.spec
     by_length = declared and spec is not None and spec.by_length
     why = ""
-    if log.subject.way.form.takes_tables:
+    if profile.rounded is not None:
+        dtype = SHORT[profile.rounded]
+        evidence = f"each angle at positions 0 to {NEAR - 1} is a {dtype}"
+        log.add("angle-dtype", evidence, dtype=dtype, x="")
+        why = "" if declared else "they are rounded"
+    elif log.subject.way.form.takes_tables:
         why = "the caller provides them"
     elif log.found("history") and not log.subject.renew:
         why = "they depend on earlier calls, and no fresh copy can be made; use make=True"
@@ -250,7 +182,7 @@ def meant_of(log: Log, profile: Profile, declared: bool) -> Angles | None:
     starts = profile.starts + profile.shift * profile.omegas
     if float(profile.firsts[0].angle().abs().max()) <= 1e-3:
         starts = torch.zeros_like(starts)
-    as_measured = Angles(log, profile, profile.omegas, starts)
+    as_measured = Angles(log, profile, profile.omegas, starts, float(profile.blur.max()))
     if spec is None:
         return as_measured
     signs = signs_of(log, profile, declared=declared)
@@ -265,7 +197,7 @@ def meant_of(log: Log, profile: Profile, declared: bool) -> Angles | None:
         gap = (profile.omegas - exact).abs() - 2 * profile.blur
         if (identity and identity.loose) or float(gap.max()) > 2.0**-22 * float(exact.abs().max()):
             return as_measured
-    return replace(as_measured, omegas=exact, sure=True, longer=rates if by_length else None)
+    return replace(as_measured, omegas=exact, blur=0.0, longer=rates if by_length else None)
 
 
 def check_angles(log: Log, meant: Angles) -> None:
@@ -289,12 +221,10 @@ def _near(angles: Angles) -> None:
         seen = angles.seen(every)
     except CallFailed:
         seen = angles.seen([p for p in every if p < angles.profile.reach])
-    odd = torch.tensor([p in ODD for p in seen.positions])
-    # If frequencies were only measured, a small error may be due to the measurement.
-    wrong = seen.wrong if angles.sure else seen.wrong & (odd | (seen.error > _CLEAR))
-    if bool(wrong.any()):
-        at = wrong & odd if bool((wrong & odd).any()) else wrong
-        _add_cause(angles, seen, seen.positions[int(at.nonzero()[0])])
+    if bool(seen.wrong.any()):
+        odd = seen.wrong & torch.tensor([p in ODD for p in seen.positions])
+        first = (odd if bool(odd.any()) else seen.wrong).nonzero()[0]
+        _add_cause(angles, seen, seen.positions[int(first)])
 
 
 def _far(angles: Angles) -> None:
@@ -319,15 +249,14 @@ def _far(angles: Angles) -> None:
         size = float(seen.error[len(few) :].max())
         log.angle_errors.append(AngleError(position, size, narrow, bound))
         if bool(seen.wrong.any()):
-            wrong = wrong or seen
-            if angles.sure:
-                break
+            wrong = seen
+            break
     if log.found(*_ROUNDED, "table-dtype", *_ENDS):
         return
     large = [each for each in log.angle_errors if each.float32 and each.float32 > 1e-3]
     if wrong is not None:
         _add_cause(angles, wrong, wrong.positions[-1])
-    elif large and angles.sure:
+    elif large and not angles.blur:
         log.add("angle-error", position=large[-1].position, size=large[-1].float32)
 
 
@@ -335,18 +264,15 @@ def _far(angles: Angles) -> None:
 
 
 def _add_cause(angles: Angles, seen: _Seen, position: int) -> None:
-    """Report the first cause that explains wrong angles, of which one is at a position.
-
-    If the frequencies were only measured, a jump is the only cause for float32 x: other angles that differ may be due to
-    the measurement.
-    """
+    """Report the first cause that explains wrong angles, of which one is at a position."""
     log, wide = angles.log, angles.dtype == torch.float32
-    if wide and not angles.sure:
-        _end(angles, position)
-        return
     if _round(angles, seen) or (not wide and log.found(*_ENDS)):
         return
-    if not wide or not (_scale(angles, seen) or _end(angles, position)):
+    if wide and (_scale(angles, seen) or _end(angles, position)):
+        return
+    # Measured frequencies may be faster by whole turns, so that float32 angles are less exact than they seem.
+    clear = float(seen.error.max()) > _FAST and max(seen.positions) <= ODD[-1]
+    if clear or not angles.blur:
         count, total = int(seen.wrong.sum()), len(seen.positions)
         where = angles.x or f" at {count:,} of {total:,} positions that were tested"
         log.add("far-angles", where=where, **seen.off)
@@ -374,14 +300,14 @@ def _scale(angles: Angles, seen: _Seen) -> bool:
     few, depends = [k for k, p in enumerate(seen.positions) if p in FEW], False
     if few:
         alone = angles.renewed().seen([seen.positions[k] for k in few])
-        size = difference(alone.table, seen.table[few])
+        size = apart(alone.table, seen.table[few])
         depends = size > 1e-5
     if angles.longer is None or spec is None:
         if depends and not log.found("history"):  # else what earlier calls left has a finding
             log.add_length(max(seen.positions) + 1, size)
         return depends
     depends &= bool(seen.wrong[few].any())
-    short = differences(seen.table, replace(angles, longer=None).meant(seen.positions)).amax(1)
+    short = gaps(seen.table, replace(angles, longer=None).meant(seen.positions)).amax(1)
     fits = bool((short <= angles.slack(seen.positions) + 1e-4).all())
     plain = replace(spec, scaling=None)
     words: dict[str, Any] = {"declared": spec.scaling, "plain": plain, **seen.off}
@@ -418,10 +344,11 @@ def _end(angles: Angles, wrong: int) -> bool:
         kind, jump = _after(angles, size, at)
     if kind == "position-jump" and size == 1 and abs(jump) <= 2:
         kind = "padding-id" if way.takes_positions and not way.counts else kind
-    if angles.sure or kind in ("position-jump", "padding-id"):
-        words: dict[str, Any] = {"size": size, "last": size - 1, "jump": jump, "first": abs(jump)}
-        count, where = ("position", "offset")[way.takes_offset], f" from position {size:,} on"
-        log.add(kind, count=count, where=where, **words, **angles.seen([bad]).off)
+    if kind == "far-angles" and angles.blur:
+        return False
+    words: dict[str, Any] = {"size": size, "last": size - 1, "jump": jump, "first": abs(jump)}
+    count, where = ("position", "offset")[way.takes_offset], f" from position {size:,} on"
+    log.add(kind, count=count, where=where, **words, **angles.seen([bad]).off)
     return True
 
 
@@ -436,7 +363,7 @@ def _after(angles: Angles, size: int, at: list[int]) -> tuple[str, int]:
     ahead = (seen[0] / angles.meant(at[:1])[0]).angle()
     jump = shift_of(angles.at(at[:1]), ahead, float(limit[0]))
     known: dict[str, Callable[[int], torch.Tensor]] = {
-        "table-nan": lambda _: torch.full_like(seen[:1], math.nan),
+        "table-nan": lambda _: torch.full_like(seen[:1], complex(math.nan, math.nan)),
         "table-identity": lambda _: torch.ones_like(seen[:1]),
         "table-zero": lambda _: torch.zeros_like(seen[:1]),
         "table-clamp": lambda _: angles.meant([size - 1]),
@@ -444,21 +371,6 @@ def _after(angles: Angles, size: int, at: list[int]) -> tuple[str, int]:
         "position-jump": lambda p: angles.meant([p + jump]),
     }
     for kind, wanted in known.items():
-        if bool((differences(seen, torch.cat([*map(wanted, at)])).amax(1) <= limit).all()):
+        if bool((gaps(seen, torch.cat([*map(wanted, at)])).amax(1) <= limit).all()):
             return kind, jump
     return "far-angles", 0
-
-
-def check_type_history(log: Log, profile: Profile) -> None:
-    """Check whether a call in bfloat16 makes later float32 results coarser, as a cached table would."""
-    if torch.bfloat16 not in log.dtypes or log.found("history"):
-        return
-    with log.check("results do not depend on the dtype of earlier calls"):
-        # Some functions keep tables of a few thousand positions.
-        near = [p for p in ODD if p <= min(log.longest, 5000)]
-        positions, alone = renewed(profile).accepted(near)
-        used = renewed(profile)
-        used.tables(positions, torch.bfloat16)
-        size = difference(used.tables(positions), alone)
-        if size > 1e-4:
-            log.add("history/dtype", size=size)

@@ -1,6 +1,6 @@
-"""The profile of a rotary function: which channels turn together, by which angle, in which arithmetic.
+"""The measurement of a rotary function: its matrices at positions 0 to 15, and the profile that they give.
 
-The near matrices give pairs, direction and factor. Then one x that is 1 in the first channel of each pair gives the
+The near matrices predict the results of other calls. They also give pairs, direction and factor. Then one x that is 1 in the first channel of each pair gives the
 cosines and sines of all pairs at the positions of a call, as complex numbers.
 """
 
@@ -17,8 +17,11 @@ import torch
 from tightrope.spec import RopeSpec
 
 from ._call import CallFailed, Subject
-from ._near import NEAR, Near
 
+NEAR = 16
+"""The positions whose matrices are measured: 0 to 15."""
+_SAME = 4e-5
+"""Largest difference from a predicted result: float32 products of numbers below 5, and factors below 2, give 1e-6."""
 #: Integers up to 2^24 are exact in float32, and so is their product with a frequency if they are powers of two; other
 #: positions show how positions and angles are rounded.
 _POWERS = [2**n for n in range(4, 21)]
@@ -30,8 +33,6 @@ _COUNTED = 2**12
 """The largest position to measure if the function numbers tokens itself."""
 _UNITS = 5
 """Angles whose cosines and sines are equal but for their last bit differ by at most so many units of it."""
-_ROUNDED_FROM = 64
-"""Angles are called rounded if at least so many positions from 1 on say so."""
 _ANGLE = 2e-4
 """Tolerance of equal angles, in radians; float32 is off by 1e-7."""
 SHORT = {
@@ -41,6 +42,79 @@ SHORT = {
     torch.float16: "float16",
 }
 NARROW = (torch.bfloat16, torch.float16)
+
+
+# --- near matrices --------------------------------------------------------------------------------
+
+
+def gaps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the differences, of complex numbers the larger of both parts; infinite where one value alone is NaN."""
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if a.is_complex():
+        return gaps(torch.view_as_real(a), torch.view_as_real(b)).amax(-1)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(math.inf)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference; infinite if one value is NaN and the other is not."""
+    return float(gaps(a, b).max()) if a.numel() else 0.0
+
+
+def matrices(subject: Subject, positions: Sequence[int]) -> torch.Tensor:
+    """Measure the matrix at each position, float64 ``[positions, out, in]``: a call for each channel.
+
+    Raises:
+        CallFailed: as in :meth:`Subject.rotate`.
+    """
+    columns = []
+    for channel in range(subject.head_dim):
+        x = torch.zeros(1, 1, len(positions), subject.head_dim)
+        x[..., channel] = 1.0
+        y = subject.rotate(subject.laid_out(x), positions)
+        columns.append(y[0, 0].detach().cpu().double())
+    return torch.stack(columns, -1)
+
+
+@dataclass(frozen=True)
+class Near:
+    """The matrices at positions 0 to 15, float64 ``[positions, out, in]``."""
+
+    matrices: torch.Tensor
+
+    @classmethod
+    def of(cls, subject: Subject) -> Near:
+        """Measure a function."""
+        return cls(matrices(subject.fresh(), range(NEAR)))
+
+    @property
+    def is_finite(self) -> bool:
+        """False if some entry is NaN or infinite."""
+        return bool(self.matrices.isfinite().all())
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference from a predicted result that is a matter of rounding."""
+        return _SAME * max(1.0, float(self.matrices.abs().max()))
+
+    def predicted(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return what x ``[rows, heads, tokens, channels]`` should become at ids ``[rows, tokens]`` below 16."""
+        maps = self.matrices[ids.cpu()]
+        return torch.einsum("rtij,rhtj->rhti", maps, x.detach().cpu().double())
+
+    def off(self, y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> float:
+        """Return by how much a result differs from the predicted one; 0 if roundings explain it."""
+        size = apart(y, self.predicted(x, ids))
+        return size if size > self.tolerance else 0.0
+
+    def matches(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """True where a token of a call comes out as if at a position from 0 to 15, ``[rows, tokens, positions]``."""
+        every = torch.einsum("pij,rhtj->rhtpi", self.matrices, x.detach().cpu().double())
+        gap = (y.detach().cpu().double()[..., None, :] - every).abs().amax((1, 4))
+        return gap <= self.tolerance
+
+
+# --- pairs and angles -----------------------------------------------------------------------------
 
 
 def wrapped(angle: torch.Tensor) -> torch.Tensor:
@@ -112,7 +186,6 @@ class Profile:
 
     Attributes:
         subject: the function.
-        near: the matrices at positions 0 to 15.
         order: the output channel of each input channel at position 0; None if none moves.
         pairs: the pairs of channels, ordered by their first channel.
         alone: channels that change but mix with no other.
@@ -127,17 +200,16 @@ class Profile:
         shift: the function rotates position p - shift as position p should be rotated.
         farthest: the largest position from which the frequencies were measured.
         rounded: the 16-bit dtype of the angles for float32 x; None if they are more exact.
-        widths: the widths of the intervals that rounded angles leave for the frequencies.
+        widths: the errors of the frequencies if angles are rounded.
     """
 
     subject: Subject
-    near: Near
-    order: tuple[int, ...] | None = None
-    pairs: tuple[Pair, ...] = ()
-    alone: tuple[int, ...] = ()
-    tangled: tuple[int, ...] = ()
-    firsts: torch.Tensor = field(default_factory=lambda: torch.zeros(NEAR, 0))
-    seconds: torch.Tensor = field(default_factory=lambda: torch.zeros(NEAR, 0))
+    order: tuple[int, ...] | None
+    pairs: tuple[Pair, ...]
+    alone: tuple[int, ...]
+    tangled: tuple[int, ...]
+    firsts: torch.Tensor
+    seconds: torch.Tensor
     omegas: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     intercepts: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     amplitude: float = 1.0
@@ -231,29 +303,21 @@ class Profile:
         """Return the positions to pass to the function for these positions."""
         return [position - self.shift for position in positions]
 
-    def tables(self, positions: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def tables(
+        self, positions: Sequence[int] | torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """Measure the cosine and sine of each pair, amplitude included, complex128 ``[positions, pairs]``.
 
         Raises:
             CallFailed: as in :meth:`Subject.rotate`.
         """
-        subject = self.subject
+        subject, ids = self.subject, torch.as_tensor(positions, dtype=torch.int64)
         ends = [[self.comes_out(channel) for channel in each] for each in zip(*self.pairs)]
-        shape = (1, subject.most_heads or 2, len(positions), subject.head_dim)
+        shape = (1, subject.most_heads or 2, ids.shape[-1], subject.head_dim)
         x = torch.zeros(shape, dtype=dtype)
         x[..., [pair.first for pair in self.pairs]] = 1.0
-        y = subject.rotate(subject.laid_out(x), list(positions))[0, 0].detach().cpu().double()
+        y = subject.rotate(subject.laid_out(x), ids)[0, 0].detach().cpu().double()
         return torch.complex(y[:, ends[0]], y[:, ends[1]])
-
-    def accepted(
-        self, positions: Sequence[int], dtype: torch.dtype = torch.float32
-    ) -> tuple[list[int], torch.Tensor]:
-        """Return the positions before the first that is refused, and :meth:`tables` there."""
-        while positions:
-            with suppress(CallFailed):
-                return list(positions), self.tables(positions, dtype)
-            positions = positions[:-1]
-        return [], self.firsts[:0]
 
     def explain(
         self,
@@ -283,23 +347,12 @@ class Profile:
         )
         for how, after in tried:
             angles = how.at(positions, self.omegas, after).double() + self.starts
-            error = difference(turned(angles), seen / self.amplitude)
+            error = apart(turned(angles), seen / self.amplitude)
             # Another arithmetic must fit clearly better than one named before it.
             if error < 0.5 * best:
                 best, found = error, how
         allowed = max(5e-3, 2 * self.noise) if tolerance is None else tolerance
         return found if best <= allowed else None
-
-
-def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The larger difference of each cosine and sine; infinite if one is NaN and the other is not."""
-    gap = torch.view_as_real(one - other).abs().amax(-1)
-    return gap.masked_fill(one.isnan() & other.isnan(), 0.0).nan_to_num(math.inf)
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of a cosine or sine."""
-    return float(differences(one, other).max())
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -328,7 +381,7 @@ def measure(subject: Subject, near: Near, limit: int | None = None) -> Profile:
     u, v = ([pair[i] for pair in pairs] for i in (0, 1))
     firsts = torch.complex(seen[:, u, u], -seen[:, u, v])
     seconds = torch.complex(seen[:, v, v], seen[:, v, u])
-    profile = Profile(subject, near, order, pairs, alone, tangled, firsts, seconds)
+    profile = Profile(subject, order, pairs, alone, tangled, firsts, seconds)
     if pairs:
         _measure_angles(profile, limit)
     return profile
@@ -339,12 +392,10 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
     angles = profile.firsts.angle()
     profile.amplitude = float(torch.cat((profile.firsts[:4], profile.seconds[:4])).abs().median())
     most = _POWERS[-1] if profile.subject.way.takes_ids else _COUNTED
-    powers, seen = profile.accepted([p for p in _POWERS if p <= most])
-    finite = int(seen.isfinite().all(1).long().cumprod(0).sum())
-    powers, seen = powers[:finite], seen[:finite]
+    powers, seen = _accepted(profile, [p for p in _POWERS if p <= most])
     profile.reach = powers[-1] + 1 if powers else NEAR
     if limit is not None:
-        powers, seen = profile.accepted([p for p in powers if p < limit])
+        powers, seen = _accepted(profile, [p for p in powers if p < limit])
     # The factor may be applied before tables are rounded, or after.
     tables, factor = torch.cat((profile.firsts, seen)), profile.firsts[0].abs().median()
     narrow = (each for each in NARROW if _is_of(each, tables) or _is_of(each, tables / factor))
@@ -365,52 +416,36 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
     _refine(profile, profile.starts, powers, seen.angle())
 
 
+def _accepted(profile: Profile, positions: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Return the positions before the first that is refused or gives no numbers, and the tables there."""
+    while positions:
+        with suppress(CallFailed):
+            table = profile.tables(positions)
+            if bool(table.isfinite().all()):
+                return positions, table
+        positions = positions[:-1]
+    return [], profile.firsts[:0]
+
+
 def _measure_rounded(profile: Profile) -> bool:
-    """Fill in the frequencies if angles are rounded to 16 bits; return whether they are."""
-    near, noise = profile.firsts[1:].angle(), profile.noise
+    """Fill in the frequencies if angles are rounded to 16 bits; return whether they are.
+
+    All angles are then values of the dtype, but not multiples of one number.
+    """
+    near, count = profile.firsts[1:].angle(), torch.arange(1.0, NEAR).double()[:, None]
     if profile.table in NARROW or float(profile.firsts[0].angle().abs().max()) > profile.least:
         return False
-    count = torch.arange(1, NEAR)[:, None]
-    if bool(agree(near, count * near[0], 8 * noise * count).all()):
-        return False  # multiples of one number, which is the frequency
-    seen = profile.tables(range(1, min(DENSE, profile.reach))).angle()
+    if bool(agree(near, count * near[0], 8 * profile.noise * count).all()):
+        return False
+    whole = (count * near[0]).abs() < 3.0  # not reduced by a turn
     for dtype in NARROW:
-        low, high, farthest = _intervals(seen, dtype, noise)
-        if farthest >= _ROUNDED_FROM:
-            profile.omegas, profile.widths = (low + high) / 2, high - low
-            profile.intercepts = torch.zeros_like(low)
-            profile.farthest, profile.rounded = farthest, dtype
+        if bool(((_cast(near, dtype) - near).abs() <= profile.noise * near.abs())[whole].all()):
+            profile.omegas = (count * near * whole).sum(0) / (count**2 * whole).sum(0)
+            profile.widths = profile.omegas.abs() * torch.finfo(dtype).eps
+            profile.intercepts = torch.zeros_like(profile.omegas)
+            profile.rounded = dtype
             return True
     return False
-
-
-def _intervals(
-    seen: torch.Tensor, dtype: torch.dtype, noise: float
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the bounds of the frequencies whose angles, rounded to a dtype, are those seen, and up to which position.
-
-    Each angle leaves an interval for the frequency of its pair. Twice as many positions leave a narrower one, which
-    tells by how many whole turns the next angles are reduced.
-
-    Args:
-        seen: the angles at positions 1, 2, …, in [-π, π], ``[positions, pairs]``.
-    """
-    low = high = seen[0]
-    farthest, count = 0, 1
-    while farthest < len(seen):
-        positions = torch.arange(1, count + 1, dtype=torch.float64)[:, None]
-        parts = torch.linspace(0, 1, 9, dtype=torch.float64)[:, None, None]
-        tried = _cast(positions * (low + (high - low) * parts), dtype)
-        gap, best = wrapped(tried - seen[:count]).abs().min(0)
-        angles = tried.gather(0, best[None])[0]
-        # A little more than half a unit, as the product is rounded to float32 before.
-        info = torch.finfo(dtype)
-        half = 0.5002 * angles.abs().clamp(min=info.tiny).log2().floor().exp2() * info.eps
-        lower, upper = ((angles - half) / positions).amax(0), ((angles + half) / positions).amin(0)
-        if bool((gap > noise * angles.abs().clamp(max=1.0)).any() or (lower > upper).any()):
-            break
-        low, high, farthest, count = lower, upper, count, min(2 * count, len(seen))
-    return low, high, farthest
 
 
 def _refine(
