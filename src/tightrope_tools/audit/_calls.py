@@ -306,34 +306,31 @@ def check_memory(log: Log) -> None:
     with log.check("results do not depend on earlier calls"):
         _history(log, calls)
     name = "results do not depend on later tokens"
-    if not log.found("history"):
-        with log.check(name):
-            _length(log, calls)
-        return
-    log.skip(name, "they depend on earlier calls")
-    if log.subject.make is not None:
-        log.subject = replace(log.subject, renew=True)
-    log.measure_near()  # after long calls, those near 0 may have other results
+    if log.found("history"):
+        log.subject = replace(log.subject, renew=log.subject.make is not None)
+        log.measure_near()  # after long calls, those near 0 may have other results
+        if not log.subject.renew:
+            log.skip(name, "they depend on earlier calls")
+            return
+    with log.check(name):
+        _length(log, calls)
 
 
 def _history(log: Log, first: dict[int, torch.Tensor]) -> None:
     """Compare first calls, by their lengths, with calls after longer and shorter ones, and after one in bfloat16."""
     rising = [*first]
-    for how, lengths in (("longer", rising[::-1]), ("shorter", rising)):
+    # Some functions keep tables of a few thousand positions.
+    few = [length for length in rising if length <= 5000 and torch.bfloat16 in log.dtypes][-1:]
+    passes = [("history", "longer", rising[::-1]), ("history", "shorter", rising)]
+    for kind, how, lengths in (*passes, ("history/dtype", "", few)):
         subject = log.subject.fresh()
         for length in lengths:
+            if kind == "history/dtype":
+                _rotate_few(subject, length, torch.bfloat16)
             again = _rotate_few(subject, length)
             if again is not None and (size := apart(first[length], again)) > _SAME:
-                log.add("history", last=length - 1, how=how, size=size)
+                log.add(kind, last=length - 1, how=how, size=size)
                 return
-    # Some functions keep tables of a few thousand positions.
-    few = [length for length in rising if length <= 5000]
-    if few and torch.bfloat16 in log.dtypes:
-        subject = log.subject.fresh()
-        _rotate_few(subject, few[-1], torch.bfloat16)
-        again = _rotate_few(subject, few[-1])
-        if again is not None and (size := apart(first[few[-1]], again)) > _SAME:
-            log.add("history/dtype", last=few[-1] - 1, size=size)
 
 
 def _length(log: Log, calls: dict[int, torch.Tensor]) -> None:

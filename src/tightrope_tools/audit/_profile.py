@@ -485,16 +485,13 @@ def _pairs(
     seen: torch.Tensor,
 ) -> tuple[tuple[Pair, ...], tuple[int, ...], tuple[int, ...]]:
     """The pairs of channels, those that change alone, and those that mix with several others."""
-    dim = seen.shape[-1]
-    off = seen.abs() > 1e-9
-    off[:, range(dim), range(dim)] = False
-    mixes = off.any(0)
-    mixes |= mixes.T.clone()
-    partners = [mixes[i].nonzero().flatten().tolist() for i in range(dim)]
+    reach = (seen.abs() > 1e-9).any(0)
+    mixes = (reach | reach.T).fill_diagonal_(False)
     moved = ((seen.diagonal(dim1=1, dim2=2) - 1).abs() > 1e-6).any(0)
     pairs, alone, tangled = [], [], []
-    for i, others in enumerate(partners):
-        if len(others) > 1 or (others and partners[others[0]] != [i]):
+    for i, row in enumerate(mixes):
+        others = row.nonzero().flatten().tolist()
+        if len(others) > 1:
             tangled.append(i)
         elif others and others[0] > i:
             pairs.append(Pair(i, others[0]))

@@ -257,12 +257,6 @@ def name_rule(log: Log, profile: Profile) -> None:
     log.facts["frequencies"] = f"about {text}" if log.identity.loose else text
 
 
-def _turn_by(profile: Profile, rates: torch.Tensor) -> bool:
-    """True if all pairs have these frequencies, in either direction."""
-    gap = (profile.omegas.abs() - rates.abs()).abs()
-    return bool((gap <= CLOSE * rates.abs() + 2 * profile.blur).all())
-
-
 def check_record(log: Log, profile: Profile) -> None:
     """Compare the pairing with that of the weights, as the record of their conversion states it."""
     if log.recorded is None or profile.interleaved is None:
@@ -307,13 +301,16 @@ def _pairing(log: Log, spec: RopeSpec, profile: Profile) -> bool:
     count, total, part = len(profile.pairs), len(turning), ""
     words: dict[str, Any] = {"count": count, "u": u, "v": v}
     first = torch.tensor([*turning.values()][:count], dtype=torch.float64)
-    if not takes and 1 < count <= total and _turn_by(profile, first):
+    if (
+        not takes
+        and 1 < count <= total
+        and _same(profile.omegas.abs(), first.abs(), 2 * profile.blur)
+    ):
         # The base of these frequencies over the channels that turn is no one's.
-        part = (
-            "the declared ones" if count == total else f"the first {count} of {total} declared ones"
-        )
-        log.facts["frequencies"] = part
-        part = f", by {part}"
+        every = "the declared ones"
+        some = f"the first {count} of {total} declared ones"
+        log.facts["frequencies"] = every if count == total else some
+        part = f", by {log.facts['frequencies']}"
         if profile.interleaved is False and profile.rotary_dim != spec.rotary_dim:
             add_distance(log, profile, spec, part=part, **words)
             return False
@@ -368,11 +365,8 @@ def _cause(
         return "denominator", {"head_dim": spec.head_dim, "rotary_dim": spec.rotary_dim}, ""
     ratio = float(meant[0] / measured[0])
     if ratio > 0 and abs(ratio - 1) > 4 * CLOSE and _same(measured * ratio, meant):
-        return (
-            "scaling",
-            {"what": f"All frequencies are the declared ones divided by {ratio:.6g}"},
-            "",
-        )
+        what = f"All frequencies are the declared ones divided by {ratio:.6g}"
+        return "scaling", {"what": what}, ""
     found = None if log.identity is None or log.identity.loose else log.identity.spec
     if found is None or float(measured.min()) < 0:  # it is known by its absolute frequencies
         return "frequencies", {}, ""
@@ -381,8 +375,8 @@ def _cause(
     return "scaling", {"what": f"The frequencies are those of {found!r}"}, f"; declared {spec!r}"
 
 
-def _same(measured: torch.Tensor, row: torch.Tensor) -> bool:
-    return bool(((measured - row).abs() <= CLOSE * row.abs()).all())
+def _same(measured: torch.Tensor, row: torch.Tensor, noise: torch.Tensor | float = 0.0) -> bool:
+    return bool(((measured - row).abs() <= CLOSE * row.abs() + noise).all())
 
 
 def is_rounded(measured: torch.Tensor, meant: torch.Tensor, noise: float = 0.0) -> bool:
