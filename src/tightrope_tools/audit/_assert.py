@@ -23,8 +23,7 @@ from ._audit import audit
 from ._call import NOTHING, TABLES, CallFailed, Subject, describe_error, undisturbed
 from ._compare import compare
 from ._faults import FAULTS
-from ._near import apart
-from ._profile import SHORT
+from ._profile import SHORT, apart
 from ._search import Hints, NoCallFound, subject_of
 from ._targets import from_stack, resolve
 from ._together import Target

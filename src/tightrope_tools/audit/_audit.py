@@ -10,7 +10,7 @@ from tightrope._errors import bad_type, bad_value, public
 from tightrope.frequencies import LONGEST
 from tightrope.spec import RopeSpec
 
-from . import _calls, _corrections, _frequencies, _ids, _rotation, _scores
+from . import _calls, _corrections, _ids, _rotation
 from ._call import CallFailed, Subject, describe_error, undisturbed
 from ._log import Log
 from ._report import Report, unseen
@@ -186,8 +186,8 @@ def check_all(log: Log) -> None:
     else:
         _calls.check_heads(log)
         _ids.check_ids(log)
-        _calls.check_memory(log)
         _ids.check_rows(log)
+        _calls.check_memory(log)
         _calls.check_calls(log)
     _calls.check_results(log)
     spec = log.spec
@@ -200,19 +200,17 @@ def check_all(log: Log) -> None:
     profile = log.profile
     if profile is None or not profile.pairs:
         return
-    _frequencies.check_record(log, profile)
+    _rotation.check_record(log, profile)
     if sound:
-        same = spec is not None and _frequencies.check_declared(log, spec, profile)
+        same = spec is not None and _rotation.check_declared(log, spec, profile)
         if same and spec is not None:
-            _frequencies.check_axes(log, spec, profile)
-        _frequencies.check_identity(log, profile)
+            _rotation.check_axes(log, spec, profile)
+        _rotation.check_identity(log, profile)
         meant = _corrections.meant_of(log, profile, same)
         if meant is not None:
-            _corrections.check_angles(log, profile, meant)
-            _corrections.check_type_history(log, profile)
-        _scores.check_relative(log)
-    _scores.check_keys(log, profile)
-    _scores.check_gradients(log)
+            _corrections.check_angles(log, meant)
+    _calls.check_keys(log, profile)
+    _calls.check_gradients(log)
 
 
 def _add_unchecked(log: Log, spec: RopeSpec) -> None:

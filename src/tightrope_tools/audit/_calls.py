@@ -1,18 +1,22 @@
-"""Unusual calls: other rows, heads, shapes, places in memory and dtypes, whose results the near matrices predict."""
+"""Unusual calls: other rows, heads, shapes, places in memory, dtypes and lengths, whose results the near matrices predict.
+
+So do they for gradients; and k must come out like an equal q.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ._call import CallFailed, Subject
+from ._call import CallFailed, Subject, gradient
 from ._log import Log
-from ._near import apart
-from ._profile import SHORT
+from ._profile import DENSE, NEAR, ODD, SHORT, Profile, apart, matrices
 
 _WHERE = (1, 3, 5, 9, 2)
 _SAME = 1e-5
@@ -72,6 +76,7 @@ def _parts(subject: Subject, x: torch.Tensor) -> torch.Tensor:
 _EXPANDED = "with heads expanded from one"
 #: The calls of each check. A stride in the channels is unusual, as is an x without tokens; the other cases are common.
 CHECKS: dict[str, tuple[Case, ...]] = {
+    "the input is not modified": (Case("shape-dependent", "few tokens"),),
     "results do not depend on strides": (
         _strides("with tokens and heads exchanged in memory", _exchanged),
         _strides("that is a slice of a wider row", _slice),
@@ -100,7 +105,7 @@ CHECKS: dict[str, tuple[Case, ...]] = {
 }
 
 
-#: Calls of k, beside those above.
+#: The calls in which k is compared with q, beside those above.
 _KEYS = (
     Case("heads", "9 heads", heads=_HEADS, ids=range(5)),
     Case("row-positions", "two rows", rows=2, heads=3, ids=((3, 1, 0, 2), (2, 5, 1, 4))),
@@ -109,8 +114,6 @@ _KEYS = (
 
 def check_calls(log: Log) -> None:
     """Run the checks of inputs: what is overwritten, and the tables of calls."""
-    with log.check("the input is not modified") as fresh:
-        _mutations(log, fresh)
     for name, cases in CHECKS.items():
         if log.subject.way.takes_positions or cases[0].dtype == torch.int64:
             with log.check(name) as fresh:
@@ -118,60 +121,49 @@ def check_calls(log: Log) -> None:
                     _make(log, fresh, case)
 
 
-def check_calls_of_keys(log: Log, subject: Subject) -> None:
-    """Check that k comes out like q in the same calls."""
-    for case in (*_KEYS, *(case for cases in CHECKS.values() for case in cases)):
-        if not log.found(case.kind):
-            _make(log, subject, case._replace(kind="q-k", refused=""))
+def _ids(log: Log, subject: Subject, case: Case) -> torch.Tensor | None:
+    """Return the positions of a case; None if the function cannot take it."""
+    ids, way = subject.ids(case.ids, case.rows), subject.way
+    if case.what == _EXPANDED and log.found("mutates"):
+        return None  # heads that share memory are overwritten by one another
+    if way.takes_ids or not case.kind:
+        return ids
+    few = ids.shape[1] in range(1, NEAR + 1)
+    return subject.ids(range(ids.shape[1]), case.rows) if few else None
+
+
+def _x(subject: Subject, case: Case, ids: torch.Tensor) -> torch.Tensor:
+    return case.memory(subject, subject.random(case.rows, case.heads, ids.shape[-1], seed=11))
 
 
 def _make(log: Log, subject: Subject, case: Case) -> None:
-    """Make a call, and report if it is refused, overwrites x, or has another result than predicted."""
-    way, ids = subject.way, subject.ids(case.ids, case.rows)
-    tokens = ids.shape[1]
-    if not way.takes_ids and tokens not in range(1, len(log.near.matrices) + 1):
+    """Make a call, and report if it is refused, overwrites its inputs, or has another result than predicted."""
+    ids = _ids(log, subject, case)
+    if ids is None:
         return
-    if case.what == _EXPANDED and log.found("mutates"):
-        return  # heads that share memory are overwritten by one another
-    if not way.takes_ids:
-        ids = subject.ids(range(tokens), case.rows)
-    x = case.memory(subject, subject.random(case.rows, case.heads, tokens, seed=11))
-    before, who = x.clone(), "k" if subject.side else "x"
+    x, given = _x(subject, case, ids), ids.to(case.dtype, copy=True)
+    before = x.clone()
     with log.refusal(case.refused, case.severity, what=case.what):
-        y = subject.rotate(x, ids.to(case.dtype))
+        y = subject.rotate(x, given)
         if not torch.equal(x, before):
             how = f" if it is one {case.what}" if case.kind == "strides" else ""
-            how = " if it is passed as k" if subject.side else how
             _add_overwritten(log, subject, x, before, how)
-        if tokens and (size := log.near.off(y, before, ids)):
-            evidence = f"the result of {who}, {case.what}, differs by up to {size:.3g} from that of usual calls"
+        if not torch.equal(given, ids.to(case.dtype)):
+            log.add("mutates-positions", f"{ids.tolist()} becomes {given.tolist()}")
+        if any(not torch.equal(*each) for each in subject.given):
+            log.add("mutates-tables")
+        if ids.numel() and (size := log.near.off(y, before, ids)):
+            evidence = f"the result of x, {case.what}, differs by up to {size:.3g} from that of usual calls"
             log.add(case.kind, evidence, what=case.what)
 
 
-def _mutations(log: Log, subject: Subject) -> None:
-    x, ids = subject.random(1, 2, len(_WHERE), seed=11), subject.ids(_WHERE, 1)
-    before, where = x.clone(), ids.clone()
-    subject.rotate(x, ids)
-    if not torch.equal(x, before):
-        _add_overwritten(log, subject, x, before)
-    if not torch.equal(ids, where):
-        log.add("mutates-positions", f"{where.tolist()} becomes {ids.tolist()}")
-    if any(not torch.equal(*each) for each in subject.given):
-        log.add("mutates-tables")
-
-
 def _add_overwritten(
-    log: Log, subject: Subject, x: torch.Tensor, before: torch.Tensor, how: str = ""
+    log: Log, subject: Subject, x: torch.Tensor, before: torch.Tensor, how: str
 ) -> None:
     meant = getattr(subject.fn, "__name__", "").endswith("_")
     severity, end = ("note", "; the function's name ends in _") if meant else ("error", "")
-    words: dict[str, Any] = {
-        "count": int((x != before).sum()),
-        "total": x.numel(),
-        "how": how,
-        "end": end,
-    }
-    log.add("mutates", severity=severity, **words)
+    count, total = int((x != before).sum()), x.numel()
+    log.add("mutates", severity=severity, count=count, total=total, how=how, end=end)
 
 
 # --- linear, heads and rows -----------------------------------------------------------------------
@@ -218,28 +210,9 @@ def check_heads(log: Log) -> None:
         log.subject = replace(log.subject, one_head=True)
 
 
-def check_length_of_rows(log: Log) -> None:
-    """Check that a row does not depend on how far another row reaches."""
-    way = log.subject.way
-    if not way.rows_differ or not (way.takes_ids or way.row_offsets):
-        return
-    with log.check("rows do not depend on the length of others") as subject:
-        x, near = subject.random(2, 2, 5, seed=5), [3, 0, 4, 8, 6]
-        for length in lengths_of(log):
-            ids = torch.tensor([near, [0, 1, 2, 3, length - 1]])
-            try:
-                y = log.subject.fresh().rotate(x.clone(), ids)
-            except CallFailed:
-                return
-            if size := log.near.off(y[:1], x[:1], ids[:1]):
-                evidence = f"row 0 at {near} beside one up to {length - 1:,} differs by {size:.3g}"
-                add_batch(log, evidence, "positions")
-                return
-
-
-def add_batch(log: Log, evidence: str, what: str) -> None:
+def add_batch(log: Log, evidence: str) -> None:
     """Add the finding that rows influence one another; later checks pass one row at a time, so that it has one name."""
-    log.add("batch", evidence, what=what)
+    log.add("batch", evidence)
     log.subject = replace(log.subject, one_row=True)
 
 
@@ -289,16 +262,25 @@ def lengths_of(log: Log) -> list[int]:
     return sorted(length for length in wanted if len(FEW) * 2 < length <= most)
 
 
-def _rotate_few(subject: Subject, length: int) -> torch.Tensor | None:
-    """Rotate a few tokens, the last at position length - 1; return None if the call is refused."""
-    try:
-        return subject.rotate(_few(subject), [*FEW, length - 1]).detach()
-    except CallFailed:
-        return None
+def _rotate_few(
+    subject: Subject, length: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor | None:
+    """Rotate a few tokens, the last at position length - 1; return None if the call is refused.
+
+    If rows differ, row 0 has only tokens near 0.
+    """
+    ids, x = _few(subject, length)
+    with suppress(CallFailed):
+        return subject.rotate(x.to(dtype), ids).detach()
+    return None
 
 
-def _few(subject: Subject) -> torch.Tensor:
-    return subject.random(1, 2, len(FEW) + 1, seed=3)
+def _few(subject: Subject, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions and x of a call."""
+    way = subject.way
+    rows = [[*FEW, 2], [*FEW, length - 1]]
+    ids = torch.tensor(rows if way.rows_differ and (way.takes_ids or way.row_offsets) else rows[1:])
+    return ids, subject.random(len(ids), 2, ids.shape[1], seed=3)
 
 
 def check_equal(log: Log) -> None:
@@ -319,44 +301,132 @@ def check_memory(log: Log) -> None:
     if log.subject.way.form.takes_tables:
         log.skip("results do not depend on earlier calls", "the caller provides the angles")
         return
-    with log.check("results do not depend on earlier calls") as fresh:
-        _history(log, fresh)
+    first = {length: _rotate_few(log.subject.fresh(), length) for length in lengths_of(log)}
+    calls = {length: y for length, y in first.items() if y is not None}
+    with log.check("results do not depend on earlier calls"):
+        _history(log, calls)
+    name = "results do not depend on later tokens"
     if log.found("history"):
-        if log.subject.make is not None:
-            log.subject = replace(log.subject, renew=True)
+        log.subject = replace(log.subject, renew=log.subject.make is not None)
         log.measure_near()  # after long calls, those near 0 may have other results
-    with log.check("results do not depend on later tokens"):
-        _length(log)
-
-
-def _history(log: Log, subject: Subject) -> None:
-    """Compare calls after shorter ones, after longer ones, and as first calls."""
-    every = lengths_of(log)
-    rising = {length: _rotate_few(subject, length) for length in every}
-    falling = {length: _rotate_few(subject, length) for length in reversed(every)}
-    for length in every:
-        shorter, longer = rising[length], falling[length]
-        alone = _rotate_few(log.subject.fresh(), length)
-        for how, before, after in (("longer", shorter, longer), ("shorter", alone, shorter)):
-            if before is None or after is None:
-                continue
-            if (size := apart(before, after)) > _SAME:
-                log.add("history", last=length - 1, how=how, size=size)
-                return
-    for length in every:
-        if (rising[length] is None) != (falling[length] is None):
-            log.add("history/refused", last=length - 1)
-
-
-def _length(log: Log) -> None:
-    """Compare the first tokens of longer and longer calls with those of a short one."""
-    x, same = _few(log.subject)[:, :, :-1], len(log.near.matrices)
-    for length in lengths_of(log):
-        longer = _rotate_few(log.subject.fresh(), length)
-        if longer is None:
+        if not log.subject.renew:
+            log.skip(name, "they depend on earlier calls")
             return
-        if size := log.near.off(longer[:, :, :-1], x, torch.tensor([FEW])):
+    with log.check(name):
+        _length(log, calls)
+
+
+def _history(log: Log, first: dict[int, torch.Tensor]) -> None:
+    """Compare first calls, by their lengths, with calls after longer and shorter ones, and after one in bfloat16."""
+    rising = [*first]
+    # Some functions keep tables of a few thousand positions.
+    few = [length for length in rising if length <= 5000 and torch.bfloat16 in log.dtypes][-1:]
+    passes = [("history", "longer", rising[::-1]), ("history", "shorter", rising)]
+    for kind, how, lengths in (*passes, ("history/dtype", "", few)):
+        subject = log.subject.fresh()
+        for length in lengths:
+            if kind == "history/dtype":
+                _rotate_few(subject, length, torch.bfloat16)
+            again = _rotate_few(subject, length)
+            if again is not None and (size := apart(first[length], again)) > _SAME:
+                log.add(kind, last=length - 1, how=how, size=size)
+                return
+
+
+def _length(log: Log, calls: dict[int, torch.Tensor]) -> None:
+    """Compare the first tokens of longer and longer calls, and a row beside them, with those of short calls."""
+    same = len(log.near.matrices)
+    for length, y in calls.items():
+        ids, x = _few(log.subject, length)
+        if size := log.near.off(y[-1:, :, :-1], x[-1:, :, :-1], ids[-1:, :-1]):
             log.add_length(length, size)
             log.limit = same
+        beside = 0.0 if len(x) == 1 else log.near.off(y[:1], x[:1], ids[:1])
+        if beside and not log.found("row-positions"):
+            evidence = f"row 0 at {ids[0].tolist()} beside one up to {length - 1:,} differs by {beside:.3g}"
+            add_batch(log, evidence)
+        if size or beside:
             return
         same = length
+
+
+# --- keys and gradients ---------------------------------------------------------------------------
+
+
+def check_keys(log: Log, profile: Profile) -> None:
+    """Check that k comes out like an equal q: near and far, in all calls of the tables, in all dtypes."""
+    way = log.subject.way
+    if not way.takes_keys:
+        return
+    odd = [p for p in ODD if p < profile.reach]
+    cases = [
+        Case("", f"at positions up to {max(where):,}", ids=where)
+        for where in (range(NEAR), odd, range(min(DENSE, profile.reach)))
+    ]
+    if way.axes > 1 and not way.counts:
+        differ = torch.arange(4 * way.axes).view(way.axes, 1, 4).tolist()
+        cases.append(Case("", "at positions whose coordinates differ", ids=differ))
+    cases += [*_KEYS, *(case for each in CHECKS.values() for case in each)]
+    with log.check("k is rotated like q") as fresh:
+        for dtype, case in itertools.product(log.dtypes, cases):
+            if log.found("k-not-rotated", "q-k"):
+                return
+            if (ids := _ids(log, fresh, case)) is None or log.found(case.kind):
+                continue
+            q, k = (_x(fresh, case, ids).to(dtype) for _ in range(2))
+            before = k.clone()
+            with suppress(CallFailed):
+                ys = fresh.rotate_all([q, k], ids.to(case.dtype))
+                if not torch.equal(k, before):
+                    _add_overwritten(log, fresh, k, before, " if it is passed as k")
+                size = apart(*ys)
+                if case is cases[0] and dtype == torch.float32 and apart(ys[1], before) == 0 < size:
+                    log.add("k-not-rotated")
+                elif size > 16 * torch.finfo(dtype).eps * max(1.0, profile.amplitude):
+                    words = f"for {SHORT[dtype]} x, {case.what}"
+                    log.add("q-k", f"{words}, k differs by up to {size:.3g} from an equal q")
+
+
+_GRADIENTS = (0, 1, 5, 14)
+
+
+def check_gradients(log: Log) -> None:
+    """Check that the gradients of x, or of q and k, are the transposed rotation of the incoming ones."""
+    if log.found("not-linear", "nondeterminism"):
+        log.skip("gradients", "no fixed linear map of x was measured")
+        return
+    with log.check("gradients") as fresh:
+        _gradient(log, fresh, "q" if fresh.way.takes_keys else "x")
+    if log.subject.way.takes_keys:
+        with log.check("gradients of k") as fresh:
+            _gradient(log, fresh.keys(), "k")
+
+
+def _gradient(log: Log, subject: Subject, name: str) -> None:
+    maps = matrices(subject, _GRADIENTS)
+    leaf = subject.random(1, 2, len(_GRADIENTS), seed=21).requires_grad_()
+    generator = torch.Generator().manual_seed(22)
+    with log.refusal("gradient-raises", name=name):
+        # A copy of the leaf, as an in-place function may write to it.
+        y = subject.rotate(leaf * 1.0, _GRADIENTS)
+        cotangent = torch.randn(y.shape, generator=generator).to(y)
+        seen = gradient(y, leaf, cotangent)
+        if seen is None:
+            log.add("gradient-missing", name=name)
+            return
+        flat, got = (t.detach().cpu().double() for t in (cotangent, seen))
+        # [tokens, out, in] and [.., tokens, out] -> [.., tokens, in]
+        wanted = torch.einsum("toi,bhto->bhti", maps, flat)
+        diagonal = maps.diagonal(dim1=-2, dim2=-1)
+        forwards = torch.einsum("tio,bhto->bhti", maps, flat)
+        causes = {
+            "": wanted,
+            "the term with the sine is detached": diagonal * flat,
+            "the term with the cosine is detached": wanted - diagonal * flat,
+            "the incoming gradient is rotated forwards instead of back": forwards,
+            "the incoming gradient is passed on unrotated": flat,
+            "it is zero": torch.zeros_like(flat),
+        }
+        fits = (cause for cause, each in causes.items() if apart(got, each) <= 1e-3)
+        if cause := next(fits, "it is not the incoming gradient rotated back"):
+            log.add("gradient-wrong", name=name, cause=cause, size=apart(got, wanted))

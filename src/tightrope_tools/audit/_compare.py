@@ -7,6 +7,7 @@ part; later steps are compared too, because each is measured with the function's
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,13 +18,20 @@ from tightrope._errors import bad_value, public
 from tightrope.spec import RopeSpec
 
 from ._audit import check_all, check_options
-from ._bits import Bits, bits_of, shares_of
-from ._call import CallFailed, undisturbed
+from ._call import CallFailed, gradient, undisturbed
 from ._faults import DIFFERENCES
-from ._frequencies import is_of
 from ._log import Log
-from ._near import Near, apart
-from ._profile import NARROW, ODD, SHORT, Profile, measure, wrapped
+from ._profile import (
+    NARROW,
+    ODD,
+    SHORT,
+    Near,
+    Profile,
+    apart,
+    gaps,
+    measure,
+    wrapped,
+)
 from ._report import Comparison, Difference
 from ._search import Hints, NoCallFound, subject_of
 from ._targets import names_stack, resolve
@@ -31,6 +39,14 @@ from ._together import Target
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_COMPARED = "not compared", "not compared"
+_MISSING, _UNKNOWN = ("no gradients",), ("unknown",)
+#: A part of the words for angles, of which the first decides what differs.
+_OF_ANGLES = {
+    "unknown": "angles",
+    "positions": "position-dtype",
+    "frequencies": "frequency-dtype/of-angles",
+    "": "angle-dtype",
+}
 # The farthest position of the checks of each function; the most tokens for one that numbers tokens itself.
 _FARTHEST, _MOST_TOKENS = 1 << 17, 5000
 
@@ -97,13 +113,13 @@ def compare(  # noqa: PLR0913  (one argument for each option)
     spec = spec or targets[0].spec or targets[1].spec
     check_options(spec, head_dim, device)
     hints = Hints(form, layout, tables, head_dim)
-    sides: list[_Side] = []
+    sides: list[tuple[Log, Profile]] = []
     with undisturbed():
         try:
             for target in targets:
                 sides.append(_measured(target, hints, spec, device))
                 # The call of the second is found by trying.
-                dim = head_dim or targets[1].head_dim or sides[0].profile.subject.head_dim
+                dim = head_dim or targets[1].head_dim or sides[0][1].subject.head_dim
                 hints = Hints(head_dim=dim)
             return _compared(*sides)
         except NoCallFound as error:
@@ -130,15 +146,10 @@ def _targets(
     return [own, found(second, False, spec or own.spec)]
 
 
-class _Side(NamedTuple):
-    """One of the functions: its target, what an audit finds of it, and its profile."""
-
-    target: Target
-    log: Log
-    profile: Profile
-
-
-def _measured(target: Target, hints: Hints, spec: RopeSpec | None, device: str) -> _Side:
+def _measured(
+    target: Target, hints: Hints, spec: RopeSpec | None, device: str
+) -> tuple[Log, Profile]:
+    """Return what an audit finds of a function, and its profile."""
     subject = subject_of(target, hints, spec, device)
     farthest = _FARTHEST if subject.way.takes_ids else _MOST_TOKENS
     log = Log(target.name, subject, None, (torch.float32,), farthest, recorded=target.recorded)
@@ -147,7 +158,7 @@ def _measured(target: Target, hints: Hints, spec: RopeSpec | None, device: str) 
     profile = measure(log.subject.fresh(), Near.of(log.subject))
     if not profile.pairs or profile.tangled:
         raise bad_value(f"{target.name} must rotate pairs of channels but does not")
-    return _Side(target, log, profile)
+    return log, profile
 
 
 # --- two functions --------------------------------------------------------------------------
@@ -158,10 +169,13 @@ class _Steps:
     """The steps of two functions, as far as they were compared.
 
     Attributes:
-        a, b: the profiles of the functions.
+        first, second: what an audit finds of each function.
+        a, b: their profiles.
         facts, found: as in :class:`Comparison`.
     """
 
+    first: Log
+    second: Log
     a: Profile
     b: Profile
     facts: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -180,11 +194,6 @@ class _Steps:
         """
         return torch.allclose(self.a.starts, self.b.starts, rtol=0, atol=1e-4)
 
-    def odd(self, more: tuple[int, ...] = ()) -> list[int]:
-        """Positions that show how angles are rounded, as far as both functions accept them."""
-        least, most = max(self.a.shift, self.b.shift), min(self.a.reach, self.b.reach)
-        return [p for p in (*ODD[1:], *more) if least <= p < most]
-
     def add_once(self, code: str, sentence: str, evidence: str) -> None:
         """Add a difference, once per code."""
         if all(each.code != code for each in self.found):
@@ -195,64 +204,63 @@ class _Steps:
         sentence, evidence = (text.format(**words) for text in DIFFERENCES[kind])
         self.add_once(kind.partition("/")[0], sentence, evidence)
 
-    def fact(self, name: str, one: str, other: str, kind: str, **words: Any) -> None:
-        """Add a fact, and a difference if the functions do not have it in common."""
-        self.facts[name] = one, other
-        if one != other:
-            self.add(kind, first=one, second=other, **words)
+    def fact(
+        self, name: str, kind: str, one: Sequence[str], other: Sequence[str], **words: Any
+    ) -> None:
+        """Add a fact, which may be one of several, and a difference if the functions have none in common."""
+        first, second = self.facts[name] = " or ".join(one), " or ".join(other)
+        if not {*one} & {*other}:
+            self.add(kind, first=first, second=second, **words)
 
 
-def _compared(first: _Side, second: _Side) -> Comparison:
-    a = _aligned(first.profile, second.profile)
-    steps = _Steps(a, _aligned(second.profile, a))
-    _compare_findings(steps, first.log, second.log, _MISLEADING)
+def _compared(one: tuple[Log, Profile], other: tuple[Log, Profile]) -> Comparison:
+    a = _aligned(one[1], other[1])
+    steps = _Steps(one[0], other[0], a, _aligned(other[1], a))
+    _compare_findings(steps, _MISLEADING)
     _compare_channels(steps)
     counted = [*_DTYPES]
     if len(steps.a.pairs) == len(steps.b.pairs):
         if not steps.gets_tables:
-            _compare_frequencies(steps, first, second)
-        odd = steps.odd((65537, 1_048_573))
-        tables = _compare_angles(steps, odd)
-        counted = [dtype for dtype in counted if _compare_bits(steps, dtype, odd, tables)]
-    _compare_findings(steps, first.log, second.log, _FURTHER)
+            _compare_frequencies(steps)
+        odd = _odd(max(a.shift, steps.b.shift), min(a.reach, steps.b.reach), (65537, 1_048_573))
+        wide = [p.tables(p.given(odd)) for p in (steps.a, steps.b)]
+        counted = [dtype for dtype in counted if _compare_type(steps, dtype, odd, wide)]
+    _compare_findings(steps, _FURTHER)
     shares = shares_of(steps.a, steps.b, counted)
     differ = any(part for share in shares.values() for part in share)
     if not steps.found and not differ:
         _compare_calls(steps)
     elif not steps.found:
         steps.add("unexplained")
-    names = first.target.name, second.target.name
+    names = steps.first.target, steps.second.target
     return Comparison(*names, steps.facts, tuple(steps.found), shares)
 
 
+def _odd(least: int, most: int, more: tuple[int, ...] = ()) -> list[int]:
+    """Positions that show how angles are rounded."""
+    return [p for p in (*ODD[1:], *more) if least <= p < most]
+
+
 def _aligned(own: Profile, other: Profile) -> Profile:
-    """Return the profile with the other's frequencies where rounded angles do not tell these from its own.
+    """Return the profile with the other's frequencies if these, rounded to 16 bits as angles, give its own tables.
 
     With an offset or tables in 16 bits, its own angles alone do not show that they are rounded.
     """
-    if len(own.pairs) != len(other.pairs):
+    exact = not own.shift and own.table not in NARROW and own.rounded is None
+    if exact or len(own.pairs) != len(other.pairs):
         return own
     theirs = own.sign * other.omegas.abs()
-    if own.rounded is not None:
-        near = (own.omegas - theirs).abs() <= own.blur + other.blur
-        return replace(own, omegas=torch.where(near, theirs, own.omegas))
-    if not own.shift and own.table not in NARROW:
-        return own
     tried = replace(own, omegas=theirs, intercepts=own.shift * theirs)
-    odd = _Steps(own, own).odd()
-    how = tried.explain(theirs, odd, own.tables(own.given(odd)) / own.amplitude, _tolerance(own))
-    if how is None or how.product not in NARROW:
-        return own
-    return replace(tried, rounded=how.product, widths=theirs.abs() * torch.finfo(how.product).eps)
+    odd = _odd(own.shift, own.reach)
+    how = tried.explain(odd, own.tables(own.given(odd)))
+    narrow = how is not None and how.product in NARROW
+    return replace(tried, rounded=how.product) if how and narrow else own
 
 
-def _tolerance(profile: Profile) -> float:
-    return max(5e-3, 2 * profile.noise)
-
-
-def _compare_findings(steps: _Steps, first: Log, second: Log, codes: frozenset[str]) -> None:
+def _compare_findings(steps: _Steps, codes: frozenset[str]) -> None:
     """Report what an audit finds of one function and not of the other."""
-    for which, own, other in (("first", first, second), ("second", second, first)):
+    one, two = steps.first, steps.second
+    for which, own, other in (("first", one, two), ("second", two, one)):
         for each in own.findings:
             if each.code in codes and not other.found(each.code):
                 steps.add_once(each.code, each.sentence, f"the {which} alone: {each.evidence}")
@@ -261,9 +269,9 @@ def _compare_findings(steps: _Steps, first: Log, second: Log, codes: frozenset[s
 def _compare_channels(steps: _Steps) -> None:
     """Compare pairing, slice, order, direction and the angle at position 0."""
     a, b = steps.a, steps.b
-    one, other = (f"{p.start} to {p.start + p.rotary_dim - 1}" for p in (a, b))
-    steps.fact("pairing", a.pairing, b.pairing, "pairing")
-    steps.fact("channels", one, other, "slice")
+    channels = ([f"{p.start} to {p.start + p.rotary_dim - 1}"] for p in (a, b))
+    steps.fact("pairing", "pairing", [a.pairing], [b.pairing])
+    steps.fact("channels", "slice", *channels)
     if a.order != b.order:
         steps.add("channel-order")
     if a.sign != b.sign:
@@ -280,7 +288,7 @@ def _compare_channels(steps: _Steps) -> None:
             steps.add("positions/by-a-part", pair=k, gap=float(gap[k]), ahead=ahead)
 
 
-def _compare_frequencies(steps: _Steps, one: _Side, other: _Side) -> None:
+def _compare_frequencies(steps: _Steps) -> None:
     """Compare the frequencies, and the factor."""
     a, b = steps.a, steps.b
     first, second = a.omegas.abs(), b.omegas.abs()
@@ -292,148 +300,98 @@ def _compare_frequencies(steps: _Steps, one: _Side, other: _Side) -> None:
     if bool((gap > limit).any()):
         relative = gap / larger.clamp(min=1e-300)
         k = int(relative.argmax())
+        words: dict[str, Any] = {"first": float(first[k]), "second": float(second[k]), "pair": k}
+        words |= {"count": int((gap > limit).sum()), "total": len(gap), "rules": ""}
+        words |= {"last": " in their last bits" * (float(relative.max()) < 2.0**-21)}
         types = _precision(first, second, limit), _precision(second, first, limit)
-        kind, rules = "frequency-dtype", ""
+        kind = "frequency-dtype"
         if types[0] == types[1]:
-            kind, rules = _rules(one, other)
+            kind, words["rules"] = _rules(steps)
         else:
             steps.facts["frequencies"] = types
-        steps.add(
-            kind,
-            pair=k,
-            first=float(first[k]),
-            second=float(second[k]),
-            count=int((gap > limit).sum()),
-            total=len(gap),
-            rules=rules,
-            ratio=float(first[k] / second[k]),
-            last=" in their last bits" * (float(relative.max()) < 2.0**-21),
-        )
+        steps.add(kind, ratio=float(first[k] / second[k]), **words)
     if abs(a.amplitude - b.amplitude) > max(a.noise, b.noise) * max(a.amplitude, b.amplitude):
-        scales = f"{a.amplitude:.9g}", f"{b.amplitude:.9g}"
-        steps.fact("attention factor", *scales, "attention-factor")
+        scales = ([f"{p.amplitude:.9g}"] for p in (a, b))
+        steps.fact("attention factor", "attention-factor", *scales)
 
 
-def _rules(first: _Side, second: _Side) -> tuple[str, str]:
+def _rules(steps: _Steps) -> tuple[str, str]:
     """Return how the rules of different frequencies differ, as a kind of difference, and more evidence."""
-    one, other = map(_rule_of, (first, second))
-    if one is None or other is None or _as_text(one) == _as_text(other):
+    rules = steps.first.identity, steps.second.identity
+    one, other = (None if rule is None else rule.spec for rule in rules)
+    if one is None or other is None or one == other:
         return "frequencies", ""
     kind = "frequencies/scaling"
     if one.scaling == other.scaling:
         kind = "frequencies/base"
     elif one.base == other.base and None in (one.scaling, other.scaling):
         kind = f"frequencies/lost-by-{'first' if one.scaling is None else 'second'}"
-    return kind, f"; the first: {_as_text(one)}; the second: {_as_text(other)}"
-
-
-def _as_text(spec: RopeSpec) -> str:
-    return f"base {spec.base:g}" + ("" if spec.scaling is None else f", {spec.scaling!r}")
-
-
-def _rule_of(side: _Side) -> RopeSpec | None:
-    """Return the declared spec if it has the measured frequencies, else the one that is identified, if any."""
-    spec, identity = side.target.spec, side.log.identity
-    if spec is not None and is_of(side.profile, spec):
-        return spec
-    return None if identity is None or identity.loose else identity.spec
+    texts = (
+        f"base {s.base:g}" + f", {s.scaling!r}" * (s.scaling is not None) for s in (one, other)
+    )
+    return kind, "; the first: {}; the second: {}".format(*texts)
 
 
 def _precision(own: torch.Tensor, other: torch.Tensor, limit: torch.Tensor) -> str:
     """Return the dtype that frequencies are rounded to: 16 bits only if they are the other ones rounded."""
-
-    def is_rounded(dtype: torch.dtype) -> bool:
-        return bool(((own.to(dtype).double() - own).abs() <= 2 * limit).all())
-
-    for dtype in NARROW:
-        step = torch.finfo(dtype).eps
-        if is_rounded(dtype) and bool(((own - other).abs() <= step * other + limit).all()):
+    for dtype in (*NARROW, torch.float32):
+        is_held = bool(((own.to(dtype).double() - own).abs() <= 2 * limit).all())
+        near = (own - other).abs() <= torch.finfo(dtype).eps * other + limit
+        if is_held and (dtype == torch.float32 or bool(near.all())):
             return SHORT[dtype]
-    return "float32" if is_rounded(torch.float32) else "more exact than float32"
+    return "more exact than float32"
 
 
-def _compare_angles(steps: _Steps, odd: list[int]) -> list[torch.Tensor]:
-    """Compare angles at odd positions for float32 x; return each function's tables there."""
-    a, b = steps.a, steps.b
-    seen = [p.tables(p.given(odd)) for p in (a, b)]
-    if steps.gets_tables or not steps.aligned:
-        steps.facts["angles"] = _NOT_COMPARED
-        return seen
-    gap = torch.view_as_real(seen[0] - seen[1]).abs()
-    one, other = (_angles_of(p, odd, table) for p, table in zip((a, b), seen, strict=True))
-    steps.facts["angles"] = one, other
-    if one != other:
-        kind = "position-dtype" if "positions" in one + other else "angle-dtype"
-        kind = "angles" if "unknown" in (one, other) else kind
-        worst = odd[int(gap.amax((1, 2)).argmax())]
-        steps.add(kind, first=one, second=other, position=worst, gap=float(gap.max()))
-    elif not steps.found and a.table == b.table and bool(gap.any()):
-        count, most = int((gap > 0).sum()), float(gap.max())
-        steps.add("cosines", count=count, total=gap.numel(), gap=most)
-    return seen
-
-
-def _angles_of(profile: Profile, positions: list[int], seen: torch.Tensor) -> str:
-    ratio = seen / profile.amplitude
-    found = profile.explain(profile.omegas, positions, ratio, _tolerance(profile))
-    if found is None and profile.rounded is not None:
-        return SHORT[profile.rounded]
-    return "unknown" if found is None else str(found)
-
-
-def _compare_bits(
-    steps: _Steps, dtype: torch.dtype, odd: list[int], tables: list[torch.Tensor]
+def _compare_type(
+    steps: _Steps, dtype: torch.dtype, odd: list[int], wide: list[torch.Tensor]
 ) -> bool:
-    """Compare tables and roundings for x of one dtype; return whether its results can be compared."""
+    """Compare angles, tables and roundings for x of one dtype; return whether its results can be compared.
+
+    Args:
+        odd: positions that show how angles are rounded.
+        wide: the cosines and sines of each function there, for float32 x.
+    """
     name = SHORT[dtype]
     try:
-        one, other = (
-            bits_of(p, dtype, odd, table)
-            for p, table in zip((steps.a, steps.b), tables, strict=True)
-        )
+        one, other = map(bits_of, (steps.a, steps.b), [dtype] * 2, [odd] * 2, wide)
     except CallFailed:
         return True  # the shares of differing results show that a function refuses this dtype
-    if not steps.gets_tables:
-        _compare_types(steps, name, one, other)
-    if not (one.known and other.known) and not (one.forward and other.forward):
+    if steps.gets_tables or not steps.aligned:
+        steps.facts["angles"] = _NOT_COMPARED
+    else:
+        _compare_angles(steps, dtype, odd, one, other)
+    if not (one.known and other.known) and _UNKNOWN in (one.forward, other.forward):
         steps.facts[f"rounding, {name}"] = _NOT_COMPARED
         return True
     same = not steps.gets_tables or one.table == other.table or dtype == torch.float32
     if not steps.gets_tables:
-        steps.fact(f"tables, {name}", one.table, other.table, "table-dtype", dtype=name)
+        steps.fact(f"tables, {name}", "table-dtype", [one.table], [other.table], dtype=name)
     elif not same:
         steps.facts[f"tables, {name}"] = one.table, other.table
         steps.facts[f"results, {name}"] = _NOT_COMPARED
-    for kind, fact, first, second in (
-        ("rounding", "rounding", one.forward, other.forward),
-        ("gradient-rounding", "rounding of gradients", one.back, other.back),
-    ):
-        if (first is None) != (second is None):
-            kind = "gradient-missing"
-        shown = _named(first), _named(second)
-        if first and second and {*first} & {*second}:
-            steps.facts[f"{fact}, {name}"] = shown
-        else:
-            steps.fact(f"{fact}, {name}", *shown, kind, dtype=name)
+    steps.fact(f"rounding, {name}", "rounding", one.forward, other.forward, dtype=name)
+    missing = (one.back == _MISSING) != (other.back == _MISSING)
+    kind = "gradient-missing" if missing else "gradient-rounding"
+    steps.fact(f"rounding of gradients, {name}", kind, one.back, other.back, dtype=name)
     return same
 
 
-def _named(roundings: tuple[str, ...] | None) -> str:
-    return "no gradients" if roundings is None else " or ".join(roundings) or "unknown"
-
-
-def _compare_types(steps: _Steps, name: str, one: Bits, other: Bits) -> None:
-    """Report angles that one function rounds for x of a dtype and not for float32 x."""
-    bits = [torch.view_as_real(each.seen).nan_to_num() for each in (one, other)]
-    if torch.equal(*bits) or one.angles == other.angles is not None:
-        return
-    for which, each in (("first", one), ("second", other)):
-        words = {"dtype": name, "which": which, "evidence": each.evidence}
-        if each.angles is None:
-            steps.add("angle-dtype/others-by-x", **words)
-        for what, rounded in zip(("position", "frequency", "angle"), each.angles or ()):
-            if rounded in NARROW:
-                steps.add(f"{what}-dtype/by-x", to=SHORT[rounded], **words)
+def _compare_angles(
+    steps: _Steps, dtype: torch.dtype, odd: list[int], one: Bits, other: Bits
+) -> None:
+    """Compare the angles at odd positions for x of one dtype."""
+    gap, both = gaps(one.seen, other.seen), one.angles + other.angles
+    wide = dtype == torch.float32
+    if wide:
+        steps.facts["angles"] = one.angles, other.angles
+    if one.angles != other.angles and (wide or not (one.known and other.known)):
+        kind = next(kind for part, kind in _OF_ANGLES.items() if part in both)
+        words = {"first": one.angles, "second": other.angles, "gap": float(gap.max())}
+        words["x"] = "" if wide else f", for {SHORT[dtype]} x"
+        steps.add(kind, position=odd[int(gap.amax(1).argmax())], **words)
+    elif wide and not steps.found and steps.a.table == steps.b.table and bool(gap.any()):
+        count = int((gap > 0).sum())
+        steps.add("cosines", count=count, total=gap.numel(), gap=float(gap.max()))
 
 
 def _compare_calls(steps: _Steps) -> None:
@@ -455,3 +413,146 @@ def _compare_calls(steps: _Steps) -> None:
                 if apart(y, z) > 0:
                     steps.add("calls", what=what, mode=mode, gap=apart(y, z))
                     return
+
+
+# --- bits -------------------------------------------------------------------------------------------
+
+
+class Bits(NamedTuple):
+    """How a function computes for x of one dtype.
+
+    Attributes:
+        seen: its cosines and sines at some positions, complex128 ``[positions, pairs]``.
+        angles: the dtypes that give its angles, or "unknown".
+        table: the dtype of cosines and sines, or "unknown".
+        forward: the roundings that give its results; unknown if none do, or its tables are not known.
+        back: those that give its gradients.
+        known: whether its tables are known before they are rounded to the dtype of x.
+    """
+
+    seen: torch.Tensor
+    angles: str
+    table: str
+    forward: tuple[str, ...]
+    back: tuple[str, ...]
+    known: bool
+
+
+def bits_of(
+    profile: Profile, dtype: torch.dtype, positions: Sequence[int], wide: torch.Tensor
+) -> Bits:
+    """Find the dtypes of angles and tables, and the roundings that reproduce the function's results and gradients.
+
+    Args:
+        wide: what it has for cosines and sines at the positions for float32 x.
+    """
+    seen, limit = profile.tables(profile.given(positions), dtype), 2 * torch.finfo(dtype).eps
+    known = dtype == torch.float32 or apart(seen, wide) <= limit * max(1.0, profile.amplitude)
+    if known:
+        how = profile.explain(positions, wide)
+    else:
+        how = profile.explain(positions, seen, limit, (torch.float64, *NARROW))
+    rounded = "unknown" if profile.rounded is None else SHORT[profile.rounded]
+    tables = {SHORT[dtype]: seen} if dtype != torch.float32 else {}
+    if known:
+        tables[SHORT[profile.table] if dtype == torch.float32 else "float32"] = wide
+    # An angle in float16 may be infinite, which has no cosine.
+    finite = torch.stack([table.isfinite().all(1) for table in tables.values()]).all(0)
+    where = [p for p, fits in zip(positions, finite.tolist(), strict=True) if fits]
+    subject, shape = profile.subject, (1, 1, len(where))
+    x = subject.random(*shape, dtype=dtype, seed=3).requires_grad_()
+    out = subject.random(*shape, dtype=dtype, seed=4)
+    y = subject.rotate(x * 1.0, profile.given(where))
+    gradients = gradient(y, x, out)
+    fitting = ((name, _reproducing(profile, x, y, table[finite])) for name, table in tables.items())
+    name, forward = next((each for each in fitting if each[1]), ("unknown", ()))
+    back: tuple[str, ...] = ()
+    if forward and gradients is not None and profile.order is None:
+        back = _reproducing(profile, out, gradients, tables[name][finite].conj())
+    back = _MISSING if gradients is None else back or _UNKNOWN
+    angles = rounded if how is None else str(how)
+    return Bits(seen, angles, name, forward or _UNKNOWN, back, known)
+
+
+def _reproducing(
+    profile: Profile, x: torch.Tensor, y: torch.Tensor, table: torch.Tensor
+) -> tuple[str, ...]:
+    """Return the roundings that give y for x ``[1, 1, tokens, channels]``, bit for bit."""
+    x, y = (t.detach().cpu()[0, 0] for t in (x, y))
+    cos, sin = table.real.float(), table.imag.float()
+    ends = [list(each) for each in zip(*profile.pairs, strict=True)]
+    u, v = (x[:, each].float() for each in ends)
+    seen = [y[:, [profile.comes_out(channel) for channel in each]] for each in ends]
+
+    def rounds(*made: Callable[..., torch.Tensor]) -> bool:
+        """True if each channel of a pair, a·cos + b·sin, is the result of one of some ways to compute it."""
+        sides = zip(seen, ((u, cos, -v, sin), (v, cos, u, sin)), strict=True)
+        return all(any(torch.equal(y, how(*of).to(x.dtype)) for how in made) for y, of in sides)
+
+    def each(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        return (a * b).to(x.dtype).float() + (c * d).to(x.dtype).float()
+
+    def once(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        """a·b + c·d in float32, with the first product not rounded."""
+        return (a.double() * b.double() + (c * d).double()).float()
+
+    ways = {
+        "each": x.dtype != torch.float32 and rounds(each),  # else no product is narrower
+        "wide": rounds(lambda a, b, c, d: a * b + c * d),
+        "once": rounds(once, lambda a, b, c, d: once(c, d, a, b)),
+    }
+    return tuple(name for name, fits in ways.items() if fits)
+
+
+def shares_of(
+    a: Profile, b: Profile, dtypes: Sequence[torch.dtype]
+) -> dict[str, tuple[float, float | None]]:
+    """Return the shares of results and of gradients that differ, for each dtype that a function accepts.
+
+    The shares are 1 and None if only one of them does. If one function takes tables, it gets those of the other.
+    """
+    a, b = _with_tables_of(b, a), _with_tables_of(a, b)
+    heads = min(2, *(p.subject.most_heads or 2 for p in (a, b)))
+    reach = min(a.reach, b.reach)
+    far = torch.randint(0, reach, (32,), generator=torch.Generator().manual_seed(5)).tolist()
+    positions = [*range(min(96, reach)), *far]
+    keys = a.subject.way.takes_keys and b.subject.way.takes_keys
+    found: dict[str, tuple[float, float | None]] = {}
+    for dtype in dtypes:
+        given = [a.subject.random(1, heads, len(positions), dtype=dtype, seed=n) for n in (8, 9)]
+        results = []
+        for subject in (a.subject, b.subject):
+            x, out = map(subject.laid_out, given)
+            x.requires_grad_()
+            sides = [subject, subject.keys()] if keys else [subject]
+            with suppress(CallFailed):
+                y = torch.cat([side.rotate(x * 1.0, positions) for side in sides])
+                results.append((y.detach(), gradient(y, x, torch.cat([out] * len(sides)))))
+        if len(results) == 2:
+            (y, by_x), (z, by_z) = results
+            gradients = None if by_x is None or by_z is None else _share(by_x, by_z)
+            found[SHORT[dtype]] = _share(y, z), gradients
+        elif results:
+            found[SHORT[dtype]] = (1.0, None)
+    return found
+
+
+def _with_tables_of(maker: Profile, taker: Profile) -> Profile:
+    """Return the profile of a function that takes tables, with tables that are measured of another function."""
+    takes = [p.subject.way.form.takes_tables for p in (maker, taker)]
+    count = len(taker.subject.rates)
+    if takes != [False, True] or maker.interleaved is None or len(maker.slots) != count:
+        return taker
+    at = [maker.slots.index(pair) for pair in maker.pairs]
+
+    def made(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = torch.ones(ids.numel(), count, dtype=torch.complex128)
+        table[:, at] = maker.tables(ids.flatten().tolist())
+        table = table.view(*ids.shape, -1)
+        return table.real, maker.sign * table.imag
+
+    return replace(taker, subject=replace(taker.subject, made=made))
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((gaps(one, other) > 0).double().mean()) if one.dtype == other.dtype else 1.0

@@ -1,8 +1,6 @@
-"""Correct the rotation of a function in a fixed order, until it is the declared one: each correction is a fault.
+"""Compare the angles of a function with exact ones, near and far.
 
-Pairs are conjugated, shifted to position 0 and divided by a factor. The angles of the corrected rotation are then
-compared with exact ones, near and far. Where these differ, a step was rounded, or frequencies depend on the length of
-the call, or later positions are others.
+Where they differ, a step was rounded, or frequencies depend on the length of the call, or later positions are others.
 """
 
 from __future__ import annotations
@@ -17,23 +15,23 @@ import torch
 
 from ._call import CallFailed
 from ._calls import FEW
-from ._frequencies import CLOSE, is_rounded, rates_of, signs_of
 from ._log import Log
 from ._profile import (
     DENSE,
     NARROW,
+    NEAR,
     ODD,
     SHORT,
     Profile,
-    agree,
-    difference,
-    differences,
+    apart,
+    gaps,
     pairs_of,
     renewed,
     shift_of,
     turned,
 )
 from ._report import AngleError
+from ._rotation import is_rounded, signs_of
 
 _FAR = (4096, 32768, 131072, 1_048_576)
 _BELOW = (20, 14, 11, 7, 5, 3, 2, 1)
@@ -42,164 +40,15 @@ _ENDS = (
     *("table-nan", "table-wrap", "table-zero"),
 )
 _ROUNDED = ("position-dtype", "frequency-dtype", "angle-dtype")
-_LOOSE = 8e-3
-"""Tolerance of factors; bfloat16 tables change them by up to 4e-3."""
 _CLEAR = 0.08
 """An error of a cosine or sine that is no rounding of tables."""
+_FAST = 0.04
+"""An error below position 10,000 that float32 angles of frequencies up to 64 rad per position do not explain."""
 _COUNTED = 131_072
 """The largest position to test if the function numbers tokens itself and takes no offset."""
 
 
-# --- conjugate, shift, divide ---------------------------------------------------------------------
-
-
-def check_direction(log: Log, profile: Profile) -> None:
-    """Check the direction of the turn, and that nothing turns at position 0."""
-    starts, moving = profile.intercepts, profile.omegas.abs() > 1e-6
-    moving |= ~moving.any()
-    back = (signs_of(log, profile) < 0) & moving
-    (u, v), start, turn = profile.pairs[0], float(starts[0]), float(profile.omegas[0])
-    at_0: dict[str, Any] = {"u": u, "v": v, "start": start, "turn": turn}
-    if bool(agree(starts[moving], math.pi / 2, 2e-2).all()) and torch.equal(back, moving):
-        log.add("swapped-tables", **at_0)
-        return
-    if bool(back.any()):
-        _conjugate(log, profile, back, int(moving.sum()))
-    # If position 0 itself is right, the check of angles finds where the others begin to be wrong.
-    right = bool(agree(profile.firsts[0].angle(), 0.0, 1e-3).all())
-    if not right and not bool(agree(starts, 0.0, max(1e-3, 2 * profile.noise)).all()):
-        log.add("position-offset" if profile.shift else "phase", **at_0, whole=profile.shift)
-
-
-def _conjugate(log: Log, profile: Profile, back: torch.Tensor, total: int) -> None:
-    """Report the pairs that turn backwards, of so many that turn."""
-    rates, count, k = rates_of(log, profile), int(back.sum()), int(back.nonzero()[0])
-    if log.spec is None and count < total and _may_be_fast(profile.omegas):
-        log.add("fast", count=count)
-        return
-    whose, why = "RoPE", "RoPE turns the first channel towards the second"
-    if rates is not None and float(rates[k]) < 0:
-        whose, why = "the declared one", f"{float(rates[k]):+.4f} was declared"
-    severity = "warning" if log.spec is None else "error"
-    pairs = "All pairs turn" if count == total else f"{count} of {total} pairs turn"
-    (u, v), turn = profile.pairs[k], float(profile.omegas[k])
-    log.add("sign", severity=severity, pairs=pairs, whose=whose, why=why, u=u, v=v, turn=turn)
-
-
-def _may_be_fast(omegas: torch.Tensor) -> bool:
-    """True if frequencies above π per position may explain pairs that turn backwards.
-
-    Measured modulo a turn, they do not fall from pair to pair, as those of a rotation below π do.
-    """
-    size = omegas.abs()
-    return float(size.max()) > 1.05 and bool((size[1:] > size[:-1]).any())
-
-
-def check_factor(log: Log, profile: Profile) -> None:
-    """Check the factor on the rotated channels, and replace a measured one by the one that is meant.
-
-    Only near positions are looked at: faults far away have findings of their own.
-    """
-    sizes = torch.cat((profile.firsts, profile.seconds)).abs()
-    least, most = float(sizes.min()), float(sizes.max())
-    allowed = _LOOSE if profile.table in NARROW else min(_LOOSE, CLOSE + most - least)
-    found = None if log.identity is None else log.identity.spec
-    takes = log.subject.way.form.takes_tables
-    spec = log.spec or found
-    usual = [] if spec is None else [spec.attention_scaling()]
-    if takes or log.spec is None:
-        usual.append(1.0)  # the caller's tables may include the factor; those of the audit do not
-    near = [each for each in usual if abs(profile.amplitude - each) <= allowed]
-    seen = profile.amplitude = near[0] if near else profile.amplitude
-    log.facts["amplitude"] = f"{seen:.6g}"
-    if most - least > _LOOSE * seen:
-        log.add("amplitude-varies", least=least, most=most)
-    elif not near:
-        # Beside frequencies of an unknown rule, the factor may belong to that rule.
-        doubt = "note" if found is None and not takes else "warning"
-        severity = doubt if log.spec is None else "error"
-        log.add("amplitude", severity=severity, seen=seen, square=seen**2, meant=usual[0])
-
-
 # --- the angles that are meant --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Meant:
-    """The angles that a function should have; float64 is exact enough, as an angle at position 2^20 is off by 1e-10.
-
-    Attributes:
-        omegas: frequency of each pair that turns, radians per position; negative if it turns backwards.
-        starts: angle of each such pair at position 0, radians.
-        shift: the function rotates position p as position p + shift should be rotated.
-        sure: whether the frequencies are known exactly, not only measured.
-        longer: length of the call -> frequencies, if they depend on it; ``omegas`` are then those of short calls.
-    """
-
-    omegas: torch.Tensor
-    starts: torch.Tensor
-    shift: int = 0
-    sure: bool = False
-    longer: Callable[[int], torch.Tensor] | None = None
-
-    def at(self, positions: Sequence[int]) -> torch.Tensor:
-        """Return the frequencies of a call."""
-        return self.omegas if self.longer is None else self.longer(max(*positions, 0) + 1)
-
-    def table(self, positions: Sequence[int]) -> torch.Tensor:
-        """Return cosines and sines at the positions of one call, complex128 ``[positions, pairs]``."""
-        where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
-        return turned(where * self.at(positions) + self.starts)
-
-    def bound(self, position: int) -> float:
-        """Bound the error of a cosine or sine if frequency and angle are each rounded once to float32."""
-        fastest = float(self.omegas.abs().max())
-        return min(2.0, (position + abs(self.shift)) * fastest * 2.0**-23 + 2.0**-22)
-
-
-def meant_of(log: Log, profile: Profile, declared: bool) -> Meant | None:
-    """Return the angles of the declared spec, else of the identified rule, else as measured.
-
-    Return None, and record the check as skipped, if no angle can be judged.
-
-    Args:
-        declared: whether the function has the frequencies of the declared spec.
-    """
-    identity = log.identity
-    spec = log.spec if declared else None if identity is None else identity.spec
-    by_length = declared and spec is not None and spec.by_length
-    why = ""
-    if log.subject.way.form.takes_tables:
-        why = "the caller provides them"
-    elif log.found("history") and not log.subject.renew:
-        why = "they depend on earlier calls, and no fresh copy can be made; use make=True"
-    elif log.found("length") and not by_length:
-        why = "they depend on the length of the call, by an undeclared rule"
-    if why:
-        log.skip("angles", why)
-        return None
-    # The measured angles at position 0 are less exact: each is one float32 angle.
-    starts = profile.starts + profile.shift * profile.omegas
-    if float(profile.firsts[0].angle().abs().max()) <= 1e-3:
-        starts = torch.zeros_like(starts)
-    as_measured = Meant(profile.omegas, starts, profile.shift)
-    if spec is None:
-        return as_measured
-    signs = signs_of(log, profile, declared=declared)
-    turning = [pair in profile.pairs for pair in pairs_of(spec)]
-
-    def rates(length: int | None = None) -> torch.Tensor:
-        return spec.frequencies(length).inv_freq[turning] * signs
-
-    exact = rates()
-    if not declared:
-        # A base or a factor that was rounded to few digits gives other angles far away.
-        gap = float(((profile.omegas - exact).abs() - 2 * profile.blur).max())
-        loose = identity is not None and identity.loose
-        loose |= gap > 2.0**-22 * float(exact.abs().max())
-        if loose and not is_rounded(profile.omegas.abs(), exact.abs()):
-            return as_measured
-    return Meant(exact, starts, profile.shift, True, rates if by_length else None)
 
 
 class _Seen(NamedTuple):
@@ -219,13 +68,43 @@ class _Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Angles:
-    """The angles of a function for x of one dtype, beside those that are meant."""
+class Angles:
+    """The angles of a function for x of one dtype, beside those that are meant.
+
+    These are exact enough in float64, as an angle at position 2^20 is off by 1e-10.
+
+    Attributes:
+        omegas: meant frequency of each pair that turns, radians per position; negative if it turns backwards.
+        starts: meant angle of each such pair at position 0, radians.
+        blur: the largest error of these frequencies, if they were only measured.
+        longer: length of the call -> frequencies, if they depend on it; ``omegas`` are then those of short calls.
+    """
 
     log: Log
     profile: Profile
-    meant: Meant
+    omegas: torch.Tensor
+    starts: torch.Tensor
+    blur: float = 0.0
+    longer: Callable[[int], torch.Tensor] | None = None
     dtype: torch.dtype = torch.float32
+
+    def renewed(self, dtype: torch.dtype = torch.float32) -> Angles:
+        """Return the angles of a function that has not been called yet, if possible."""
+        return replace(self, profile=renewed(self.profile), dtype=dtype)
+
+    def at(self, positions: Sequence[int]) -> torch.Tensor:
+        """Return the frequencies that are meant for a call."""
+        return self.omegas if self.longer is None else self.longer(max(*positions, 0) + 1)
+
+    def meant(self, positions: Sequence[int]) -> torch.Tensor:
+        """Return the cosines and sines that are meant for one call, complex128 ``[positions, pairs]``."""
+        where = torch.tensor(list(positions), dtype=torch.float64)[:, None]
+        return turned(where * self.at(positions) + self.starts)
+
+    def bound(self, position: int) -> float:
+        """Bound the error of a cosine or sine if frequency and angle are each rounded once to float32."""
+        fastest = float(self.omegas.abs().max())
+        return min(2.0, (position + abs(self.profile.shift)) * fastest * 2.0**-23 + 2.0**-22)
 
     @property
     def x(self) -> str:
@@ -241,13 +120,14 @@ class _Angles:
     @property
     def most(self) -> int:
         """The largest position to test."""
-        counts = not self.log.subject.way.takes_ids and not self.log.subject.way.takes_offset
+        way = self.log.subject.way
+        counts = not way.takes_ids and not way.takes_offset
         return min(self.log.longest, _COUNTED) if counts else self.log.longest
 
     def slack(self, positions: Sequence[int]) -> torch.Tensor:
         """The largest error at each position that roundings to float32, and of results, explain."""
-        bounds = torch.tensor([self.meant.bound(p) for p in positions])
-        return 0.6 * self.step + 3 * bounds + 1e-6
+        bounds = torch.tensor([3 * self.bound(p) + self.blur * p for p in positions])
+        return 0.6 * self.step + bounds + 1e-6
 
     def seen(self, positions: Sequence[int]) -> _Seen:
         """Measure cosines and sines, divided by the factor.
@@ -258,7 +138,7 @@ class _Angles:
         table = self.profile.tables(positions, self.dtype)
         varies = self.log.found("amplitude-varies")
         table = table / (table.abs() if varies else self.profile.amplitude)
-        error = differences(table, self.meant.table(positions)).amax(1)
+        error = gaps(table, self.meant(positions)).amax(1)
         return _Seen(positions, table, error, error > self.slack(positions))
 
     def is_right(self, position: int) -> bool:
@@ -272,55 +152,89 @@ class _Angles:
         return False
 
 
-def check_angles(log: Log, profile: Profile, meant: Meant) -> None:
+def meant_of(log: Log, profile: Profile, declared: bool) -> Angles | None:
+    """Return the angles beside those of the declared spec, else of the identified rule, else as measured.
+
+    Return None, and record the check as skipped, if no angle can be judged.
+
+    Args:
+        declared: whether the function has the frequencies of the declared spec.
+    """
+    identity = log.identity
+    spec = log.spec if declared else None if identity is None else identity.spec
+    by_length = declared and spec is not None and spec.by_length
+    why = ""
+    if profile.rounded is not None:
+        dtype = SHORT[profile.rounded]
+        evidence = f"each angle at positions 0 to {NEAR - 1} is a {dtype}"
+        log.add("angle-dtype", evidence, dtype=dtype, x="")
+        why = "" if declared else "they are rounded"
+    elif log.subject.way.form.takes_tables:
+        why = "the caller provides them"
+    elif log.found("history") and not log.subject.renew:
+        why = "they depend on earlier calls, and no fresh copy can be made; use make=True"
+    elif log.found("length") and not by_length:
+        why = "they depend on the length of the call, by an undeclared rule"
+    if why:
+        log.skip("angles", why)
+        return None
+    # The measured angles at position 0 are less exact: each is one float32 angle.
+    starts = profile.starts + profile.shift * profile.omegas
+    if float(profile.firsts[0].angle().abs().max()) <= 1e-3:
+        starts = torch.zeros_like(starts)
+    as_measured = Angles(log, profile, profile.omegas, starts, float(profile.blur.max()))
+    if spec is None:
+        return as_measured
+    signs = signs_of(log, profile, declared=declared)
+    turning = [pair in profile.pairs for pair in pairs_of(spec)]
+
+    def rates(length: int | None = None) -> torch.Tensor:
+        return spec.frequencies(length).inv_freq[turning] * signs
+
+    exact = rates()
+    if not declared and not is_rounded(profile.omegas.abs(), exact.abs()):
+        # A base or a factor that was rounded to few digits gives other angles far away.
+        gap = (profile.omegas - exact).abs() - 2 * profile.blur
+        if (identity and identity.loose) or float(gap.max()) > 2.0**-22 * float(exact.abs().max()):
+            return as_measured
+    return replace(as_measured, omegas=exact, blur=0.0, longer=rates if by_length else None)
+
+
+def check_angles(log: Log, meant: Angles) -> None:
     """Check whether angles were rounded to 16 bits, and up to which position they are right."""
-    if profile.table in NARROW:
-        off = torch.finfo(profile.table).eps / 2
-        log.add("table-dtype", dtype=SHORT[profile.table], off=off)
+    if (table := meant.profile.table) in NARROW:
+        log.add("table-dtype", dtype=SHORT[table], off=torch.finfo(table).eps / 2)
     for dtype in log.dtypes:
         with log.check(f"angles below position 10,000, {SHORT[dtype]} x"):
-            _near(_Angles(log, renewed(profile), meant, dtype))
+            _near(meant.renewed(dtype))
     if log.found("amplitude-varies"):
         log.skip("angles at large positions", "the factor varies, so results may vanish there")
         return
     with log.check("angles at large positions"):
-        _far(_Angles(log, renewed(profile), meant))
+        _far(meant.renewed())
 
 
-def _near(angles: _Angles) -> None:
+def _near(angles: Angles) -> None:
     """Compare the first angles, and those at odd positions, with the ones that are meant."""
-    log, sure, wide = angles.log, angles.meant.sure, angles.dtype == torch.float32
     every = [p for p in sorted({*range(DENSE), *ODD}) if p <= angles.most]
     try:
         seen = angles.seen(every)
     except CallFailed:
         seen = angles.seen([p for p in every if p < angles.profile.reach])
-    odd = torch.tensor([p in ODD for p in seen.positions])
-    # If frequencies were only measured, a small error may be due to the measurement.
-    wrong = seen.wrong if sure else seen.wrong & (odd | (seen.error > _CLEAR))
-    if not bool(wrong.any()):
-        return
-    far = bool((wrong & odd).any())
-    first = seen.positions[int((wrong & odd if far else wrong).nonzero()[0])]
-    if far and wide and not sure:
-        _end(angles, first)
-    elif _round(angles, seen) or (not wide and log.found(*_ENDS)):
-        return
-    elif not wide or not (_scale(angles, seen) or _end(angles, first)):
-        count, total = int(wrong.sum()), len(wrong)
-        where = angles.x or f" at {count:,} of {total:,} positions that were tested"
-        log.add("far-angles", where=where, **seen.off)
+    if bool(seen.wrong.any()):
+        odd = seen.wrong & torch.tensor([p in ODD for p in seen.positions])
+        first = (odd if bool(odd.any()) else seen.wrong).nonzero()[0]
+        _add_cause(angles, seen, seen.positions[int(first)])
 
 
-def _far(angles: _Angles) -> None:
+def _far(angles: Angles) -> None:
     """Fill the table of angle errors; find the cause of those above the float32 bound."""
-    log, sure = angles.log, angles.meant.sure
+    log = angles.log
     few = () if log.subject.way.takes_offset else FEW
-    large: AngleError | None = None
     wrong: _Seen | None = None
     for position in (p for p in _FAR if p <= angles.most):
         call = [*few, *(position - below for below in _BELOW)]
-        bound, narrow = angles.meant.bound(position), None
+        bound, narrow = angles.bound(position), None
         try:
             seen = angles.seen(call)
         except CallFailed as refusal:
@@ -332,67 +246,77 @@ def _far(angles: _Angles) -> None:
             with suppress(CallFailed):
                 off = replace(angles, dtype=torch.bfloat16).seen(call).error
                 narrow = float(off[len(few) :].max())
-        found = AngleError(position, float(seen.error[len(few) :].max()), narrow, bound)
-        log.angle_errors.append(found)
-        large = found if float(seen.error.max()) > 1e-3 else large
+        size = float(seen.error[len(few) :].max())
+        log.angle_errors.append(AngleError(position, size, narrow, bound))
         if bool(seen.wrong.any()):
-            wrong = wrong or seen
-            if sure:
-                break
+            wrong = seen
+            break
     if log.found(*_ROUNDED, "table-dtype", *_ENDS):
         return
+    large = [each for each in log.angle_errors if each.float32 and each.float32 > 1e-3]
     if wrong is not None:
-        last = wrong.positions[-1]
-        if not (sure and _scale(angles, wrong)) and not _end(angles, last) and sure:
-            log.add("far-angles", where=f" in a call of positions up to {last:,}", **wrong.off)
-    elif large is not None and sure:
-        log.add("angle-error", position=large.position, size=large.float32)
+        _add_cause(angles, wrong, wrong.positions[-1])
+    elif large and not angles.blur:
+        log.add("angle-error", position=large[-1].position, size=large[-1].float32)
 
 
 # --- round, scale by the length, end --------------------------------------------------------------
 
 
-def _round(angles: _Angles, seen: _Seen) -> bool:
+def _add_cause(angles: Angles, seen: _Seen, position: int) -> None:
+    """Report the first cause that explains wrong angles, of which one is at a position."""
+    log, wide = angles.log, angles.dtype == torch.float32
+    if _round(angles, seen) or (not wide and log.found(*_ENDS)):
+        return
+    if wide and (_scale(angles, seen) or _end(angles, position)):
+        return
+    # Measured frequencies may be faster by whole turns, so that float32 angles are less exact than they seem.
+    clear = float(seen.error.max()) > _FAST and max(seen.positions) <= ODD[-1]
+    if clear or not angles.blur:
+        count, total = int(seen.wrong.sum()), len(seen.positions)
+        where = angles.x or f" at {count:,} of {total:,} positions that were tested"
+        log.add("far-angles", where=where, **seen.off)
+
+
+def _round(angles: Angles, seen: _Seen) -> bool:
     """Report the steps that, rounded to 16 bits, explain the angles; False if there are none."""
     odd = [k for k, p in enumerate(seen.positions) if p in ODD]
     given = [seen.positions[k] + angles.profile.shift for k in odd]
     tolerance = max(0.6 * angles.step + 1e-4, 1e-3)
-    omegas, types = angles.meant.at(seen.positions), (torch.float64, *NARROW)
-    how = angles.profile.explain(omegas, given, seen.table[odd], tolerance, types)
+    exact = replace(angles.profile, omegas=angles.at(seen.positions), amplitude=1.0)
+    how = exact.explain(given, seen.table[odd], tolerance, (torch.float64, *NARROW)) if odd else ()
     narrow = {kind: SHORT[each] for kind, each in zip(_ROUNDED, how or ()) if each in NARROW}
     for kind, dtype in narrow.items():
         angles.log.add(kind, dtype=dtype, x=angles.x, **seen.off)
     return bool(narrow)
 
 
-def _scale(angles: _Angles, seen: _Seen) -> bool:
+def _scale(angles: Angles, seen: _Seen) -> bool:
     """Report frequencies of long calls that are not those that are meant; False if these do not explain the angles.
 
     Then tokens near 0 are wrong too; or all are right by the frequencies of short calls, which were not declared.
     """
-    log, spec, meant = angles.log, angles.log.spec, angles.meant
-    few, size = [k for k, p in enumerate(seen.positions) if p in FEW], 0.0
+    log, spec = angles.log, angles.log.spec
+    few, depends = [k for k, p in enumerate(seen.positions) if p in FEW], False
     if few:
-        fresh = replace(angles, profile=renewed(angles.profile))
-        alone = fresh.seen([seen.positions[k] for k in few])
-        size = difference(alone.table, seen.table[few])
-    if meant.longer is None or spec is None:
-        if size > 1e-5 and not log.found("history"):  # else what earlier calls left has a finding
+        alone = angles.renewed().seen([seen.positions[k] for k in few])
+        size = apart(alone.table, seen.table[few])
+        depends = size > 1e-5
+    if angles.longer is None or spec is None:
+        if depends and not log.found("history"):  # else what earlier calls left has a finding
             log.add_length(max(seen.positions) + 1, size)
-        return size > 1e-5
-    error = differences(seen.table, replace(meant, longer=None).table(seen.positions)).amax(1)
-    depends = size > 1e-5 and bool(seen.wrong[few].any())
-    short = bool((error <= angles.slack(seen.positions) + 1e-4).all())
-    if not depends and not short:
-        return False
+        return depends
+    depends &= bool(seen.wrong[few].any())
+    short = gaps(seen.table, replace(angles, longer=None).meant(seen.positions)).amax(1)
+    fits = bool((short <= angles.slack(seen.positions) + 1e-4).all())
     plain = replace(spec, scaling=None)
     words: dict[str, Any] = {"declared": spec.scaling, "plain": plain, **seen.off}
-    if short and torch.equal(plain.frequencies().inv_freq, spec.frequencies().inv_freq):
+    if fits and torch.equal(plain.frequencies().inv_freq, spec.frequencies().inv_freq):
         log.add("scaling-ignored/long", **words)
-    else:
+    elif fits or depends:
         what = "are not those of the declared scaling" if depends else "do not depend on the length"
         log.add("scaling/long", what=what, **words)
-    return True
+    return fits or depends
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
@@ -403,68 +327,50 @@ def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _end(angles: _Angles, wrong: int) -> bool:
+def _end(angles: Angles, wrong: int) -> bool:
     """Bisect for the last right position and report what the function does after it.
 
     Return False, and report nothing, if positions after it, or each in a call of its own, are right.
-    If the frequencies were only measured, report nothing but a jump of positions: angles that differ from the
-    meant ones in another way may be due to the measurement.
     """
     log, way = angles.log, angles.log.subject.way
     near = (p for p in (wrong, wrong - 1, wrong - 2) if p > 0 and not angles.is_right(p))
     if (bad := next(near, None)) is None:
         return False
     size = _bisect(0, bad, angles.is_right) + 1
-    kind, jump = _after(angles, size, bad)
+    at, kind, jump = [size + 1, size + 7, bad], "far-angles", 0
+    with suppress(CallFailed):
+        if all(map(angles.is_right, at[:2])):
+            return False
+        kind, jump = _after(angles, size, at)
     if kind == "position-jump" and size == 1 and abs(jump) <= 2:
         kind = "padding-id" if way.takes_positions and not way.counts else kind
-    if kind and (angles.meant.sure or kind in ("position-jump", "padding-id")):
-        words: dict[str, Any] = {"size": size, "last": size - 1, "jump": jump, "first": abs(jump)}
-        count, where = ("position", "offset")[way.takes_offset], f" from position {size:,} on"
-        log.add(kind, count=count, where=where, **words, **angles.seen([bad]).off)
-    return bool(kind)
+    if kind == "far-angles" and angles.blur:
+        return False
+    words: dict[str, Any] = {"size": size, "last": size - 1, "jump": jump, "first": abs(jump)}
+    count, where = ("position", "offset")[way.takes_offset], f" from position {size:,} on"
+    log.add(kind, count=count, where=where, **words, **angles.seen([bad]).off)
+    return True
 
 
-def _after(angles: _Angles, size: int, bad: int) -> tuple[str, int]:
+def _after(angles: Angles, size: int, at: list[int]) -> tuple[str, int]:
     """Return what the function does from a position on: the kind of finding, and its jump of positions.
 
-    The kind is "" if the positions after it are right.
+    Args:
+        at: later positions.
     """
-    meant, at = angles.meant, (size + 1, size + 7, bad)
-    try:
-        if all(map(angles.is_right, at[:2])):
-            return "", 0
-        seen = torch.cat([angles.seen([p]).table for p in at])
-    except CallFailed:
-        return "far-angles", 0
-    if not bool(seen.isfinite().all()):
-        return "table-nan", 0
+    seen = torch.cat([angles.seen([p]).table for p in at])
     limit = angles.slack(at) + 1e-3
-    ahead = (seen[0] / meant.table(at[:1])[0]).angle()
-    jump = shift_of(meant.at(at[:1]), ahead, float(limit[0]))
+    ahead = (seen[0] / angles.meant(at[:1])[0]).angle()
+    jump = shift_of(angles.at(at[:1]), ahead, float(limit[0]))
     known: dict[str, Callable[[int], torch.Tensor]] = {
+        "table-nan": lambda _: torch.full_like(seen[:1], complex(math.nan, math.nan)),
         "table-identity": lambda _: torch.ones_like(seen[:1]),
         "table-zero": lambda _: torch.zeros_like(seen[:1]),
-        "table-clamp": lambda _: meant.table([size - 1]),
-        "table-wrap": lambda p: meant.table([p % size]),
-        "position-jump": lambda p: meant.table([p + jump]),
+        "table-clamp": lambda _: angles.meant([size - 1]),
+        "table-wrap": lambda p: angles.meant([p % size]),
+        "position-jump": lambda p: angles.meant([p + jump]),
     }
     for kind, wanted in known.items():
-        if bool((differences(seen, torch.cat([*map(wanted, at)])).amax(1) <= limit).all()):
+        if bool((gaps(seen, torch.cat([*map(wanted, at)])).amax(1) <= limit).all()):
             return kind, jump
     return "far-angles", 0
-
-
-def check_type_history(log: Log, profile: Profile) -> None:
-    """Check whether a call in bfloat16 makes later float32 results coarser, as a cached table would."""
-    if torch.bfloat16 not in log.dtypes or log.found("history"):
-        return
-    with log.check("results do not depend on the dtype of earlier calls"):
-        # Some functions keep tables of a few thousand positions.
-        near = [p for p in ODD if p <= min(log.longest, 5000)]
-        positions, alone = renewed(profile).accepted(near)
-        used = renewed(profile)
-        used.tables(positions, torch.bfloat16)
-        size = difference(used.tables(positions), alone)
-        if size > 1e-4:
-            log.add("history/dtype", size=size)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._call import CallFailed, Subject
-from ._calls import add_batch, check_length_of_rows
+from ._call import CallFailed
+from ._calls import add_batch
 from ._log import Log
-from ._near import NEAR, apart
+from ._profile import NEAR, apart
 
 Ids = torch.Tensor
 _ANY = ((5, 1, 11, 3, 2, 2, 0, 9),)
@@ -32,60 +32,51 @@ class Map(NamedTuple):
 
     Attributes:
         kind: the kind of the finding.
+        counts: how a subject is called from then on, so that each token gets its own position; "" if by the row.
         made: the positions that the tokens get.
-        then: how later calls are made, in which each token gets its own: fields of the subject.
         which: of the ids is used, for the sentence.
     """
 
     kind: str
+    counts: str
     made: Callable[[Ids], Ids]
-    then: dict[str, Any]
     which: str = ""
 
 
-def _through(ids: Ids) -> Ids:
-    return torch.arange(ids.shape[-1])
+def _up(start: Ids, ids: Ids) -> Ids:
+    """Number the tokens of each row from a first position on."""
+    return start + torch.arange(ids.shape[-1])
 
 
-_FIRST = {"counts": "from the first"}
-_OFFSETS = tuple(
-    Map("offset-ignored", made, {"counts": "from 0"})
-    for made in (
-        lambda ids: ids - ids.amin(-1, keepdim=True),
-        lambda ids: ids - ids[:, :1],
-        lambda ids: ids - ids.cummin(-1).values,
-    )
+def _down(end: Ids, ids: Ids) -> Ids:
+    """Number the tokens of each row up to a last position."""
+    return end - torch.arange(ids.shape[-1]).flip(0)
+
+
+_OFFSETS = (
+    Map("offset-ignored", "from 0", lambda ids: ids - ids.amin(-1, keepdim=True)),
+    Map("offset-ignored", "from 0", lambda ids: ids - ids[:, :1]),
+    Map("offset-ignored", "from 0", lambda ids: ids - ids.cummin(-1).values),
 )
 #: The first map that explains all calls of a function that takes positions is named.
 _MAPS = (
     *_OFFSETS,
-    Map("positions-ignored", lambda ids: _through(ids).expand_as(ids), {"counts": "from 0"}),
-    Map("first-id", lambda ids: ids[:, :1] + _through(ids), _FIRST, "first"),
-    Map(
-        *("first-id", lambda ids: ids.amin(-1, keepdim=True) + _through(ids), _FIRST),
-        "smallest",
-    ),
-    Map("last-id", lambda ids: ids[:, -1:] - _through(ids).flip(0), _FIRST, "last"),
-    Map(
-        *("last-id", lambda ids: ids.amax(-1, keepdim=True) - _through(ids).flip(0), _FIRST),
-        "largest",
-    ),
-    Map("restarts", lambda ids: ids.cummax(-1).values, {"counts": "rising"}),
-    Map("position-order", lambda ids: ids.sort(-1).values, {"counts": "rising"}),
+    Map("positions-ignored", "from 0", lambda ids: _up(0 * ids, ids)),
+    Map("first-id", "from the first", lambda ids: _up(ids[:, :1], ids), "first"),
+    Map("first-id", "from the first", lambda ids: _up(ids.amin(-1, True), ids), "smallest"),
+    Map("last-id", "from the first", lambda ids: _down(ids[:, -1:], ids), "last"),
+    Map("last-id", "from the first", lambda ids: _down(ids.amax(-1, True), ids), "largest"),
+    Map("restarts", "rising", lambda ids: ids.cummax(-1).values),
+    Map("position-order", "rising", lambda ids: ids.sort(-1).values),
 )
-_ALONE = {"one_row": True}
-_PACKED_MAPS = (
-    Map("numbered-through", lambda ids: torch.arange(ids.numel()).view_as(ids), _ALONE),
-)
+_PACKED_MAPS = (Map("numbered-through", "", lambda ids: torch.arange(ids.numel()).view_as(ids)),)
 #: Of the rows of a call: numbered one after the other; as row 0; from the first position of row 0 on.
 _ROW_MAPS = (
     Map(
-        "numbered-through",
-        lambda ids: ids + (ids.max() + 1) * torch.arange(len(ids))[:, None],
-        _ALONE,
+        "numbered-through", "", lambda ids: ids + (ids.max() + 1) * torch.arange(len(ids))[:, None]
     ),
-    Map("row-positions", lambda ids: ids[:1].expand_as(ids), {}),
-    Map("row-positions", lambda ids: ids - ids.amin(-1, keepdim=True) + ids[0].min(), {}),
+    Map("row-positions", "", lambda ids: ids[:1].expand_as(ids)),
+    Map("row-positions", "", lambda ids: ids - ids.amin(-1, True) + ids[0].min()),
 )
 
 
@@ -99,11 +90,9 @@ def check_ids(log: Log) -> None:
         with log.check("each packed row begins at position 0"):
             with log.refusal("shapes", what="packed rows of different lengths"):
                 if evidence := _unexplained(log, (_PACKED,), _PACKED_MAPS):
-                    add_batch(log, f"in rows of 3, 2 and 5 tokens, {evidence}", "lengths")
+                    add_batch(log, f"in rows of 3, 2 and 5 tokens, {evidence}")
     elif way.takes_positions or way.takes_offset:
         with log.check("positions are used"):
-            if way.takes_positions and log.near.is_constant:
-                return  # no position is used at all: the check of pairs names that
             calls = (_ANY, _LATER, _RESTART) if way.takes_positions else (_LATER,)
             evidence = _unexplained(log, calls, _MAPS if way.takes_positions else _OFFSETS)
             # Frequencies that depend on the length of a call differ between these calls too.
@@ -120,22 +109,12 @@ def check_rows(log: Log) -> None:
         return
     with log.check(name) as subject:
         if _unexplained(log, (_ROWS,), _ROW_MAPS):
-            _add_if_apart(log, subject)
-    if not log.found("batch", "numbered-through"):
-        check_length_of_rows(log)
-
-
-def _add_if_apart(log: Log, subject: Subject) -> None:
-    """Report rows whose results together are others than one by one, by the values or the positions of the other."""
-    x, ids = subject.random(2, 3, 4, seed=9), torch.tensor(_ROWS)
-    alone = [subject.rotate(x[i : i + 1].clone(), ids[i : i + 1]) for i in (0, 1)]
-    size = apart(subject.rotate(x.clone(), ids), torch.cat(alone))
-    if size > log.near.tolerance:
-        x[1] *= 2.0
-        beside = subject.rotate(x.clone(), ids[:1].expand(2, -1))[:1]
-        what = "values" if apart(beside, alone[0]) > log.near.tolerance else "positions"
-        evidence = f"rows at {_listed(_ROWS)}, together and alone, differ by up to {size:.3g}"
-        add_batch(log, evidence, what)
+            x, ids = subject.random(2, 3, 4, seed=9), torch.tensor(_ROWS)
+            alone = [subject.rotate(x[i : i + 1].clone(), ids[i : i + 1]) for i in (0, 1)]
+            size = apart(subject.rotate(x.clone(), ids), torch.cat(alone))
+            if size > log.near.tolerance:
+                rows = f"rows at {_listed(_ROWS)}, together and alone"
+                add_batch(log, f"{rows}, differ by up to {size:.3g}")
 
 
 def _unexplained(log: Log, calls: Sequence[Sequence[Sequence[int]]], maps: tuple[Map, ...]) -> str:
@@ -143,7 +122,7 @@ def _unexplained(log: Log, calls: Sequence[Sequence[Sequence[int]]], maps: tuple
 
     Return a call in which some do not, if no map explains it; else "".
     """
-    seen = {}
+    seen: dict[Any, torch.Tensor] = {}
     for given in calls:
         with suppress(CallFailed) if len(calls) > 1 else nullcontext():
             seen[given] = _matches(log, given)
@@ -160,21 +139,21 @@ def _unexplained(log: Log, calls: Sequence[Sequence[Sequence[int]]], maps: tuple
     found = next((each for each in maps if all(fits(each.made, given) for given in seen)), None)
     if found is None:
         given = wrong[0]
-        got = [_first(row) for row in seen[given][-1]]
+        got = [next(iter(row.nonzero().flatten().tolist()), "none") for row in seen[given][-1]]
         return f"tokens at {_listed(given[-1])} come out as if at {_listed(got)}"
     # Of these calls, best one in which all positions are among those that were measured.
     given = max(wrong, key=lambda given: int(found.made(torch.tensor(given)).min()))
-    got = found.made(torch.tensor(given)).tolist()
-    row, where = len(given) - 1, f"row {len(given) - 1} at" if len(given) > 1 else "tokens at"
-    evidence = (
-        f"{where} {_listed(given[row])} come{'s' * (row > 0)} out as if at {_listed(got[row])}"
-    )
+    got, which = found.made(torch.tensor(given))[-1].tolist(), "tokens at"
+    if len(given) > 1:
+        which = f"the tokens of row {len(given) - 1} at"
+    evidence = f"{which} {_listed(given[-1])} come out as if at {_listed(got)}"
     log.add(found.kind, evidence, which=found.which)
-    way, then = log.subject.way, dict(found.then)
-    if "counts" in then:
-        by_row = then["counts"] == "from the first" and way.rows_differ
-        way = replace(way, counts=then.pop("counts"), row_offsets=way.row_offsets or by_row)
-    log.subject = replace(log.subject, way=way, **then)
+    way = log.subject.way
+    if found.counts:
+        by_row = found.counts == "from the first" and way.rows_differ
+        way = replace(way, counts=found.counts, row_offsets=way.row_offsets or by_row)
+    alone = log.subject.one_row or found.kind == "numbered-through"
+    log.subject = replace(log.subject, way=way, one_row=alone)
     return ""
 
 
@@ -183,10 +162,6 @@ def _matches(log: Log, given: Sequence[Sequence[int]]) -> torch.Tensor:
     subject, ids = log.subject.fresh(), torch.tensor(given)
     x = subject.random(len(ids), 3, ids.shape[1], seed=9)
     return log.near.matches(subject.rotate(x.clone(), subject.ids(ids, len(ids))), x)
-
-
-def _first(row: torch.Tensor) -> object:
-    return next(iter(row.nonzero().flatten().tolist()), "none of these")
 
 
 def _listed(values: Any) -> str:

@@ -14,8 +14,7 @@ from tightrope.spec import RopeSpec
 from ._call import CallFailed, Subject
 from ._faults import FAULTS
 from ._identify import Identity
-from ._near import Near
-from ._profile import Profile
+from ._profile import Near, Profile
 from ._report import SEVERITIES, AngleError, Check, Finding, Report
 
 

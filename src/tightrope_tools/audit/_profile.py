@@ -1,6 +1,6 @@
-"""The profile of a rotary function: which channels turn together, by which angle, in which arithmetic.
+"""The measurement of a rotary function: its matrices at positions 0 to 15, and the profile that they give.
 
-The near matrices give pairs, direction and factor. Then one x that is 1 in the first channel of each pair gives the
+The near matrices predict the results of other calls. They also give pairs, direction and factor. Then one x that is 1 in the first channel of each pair gives the
 cosines and sines of all pairs at the positions of a call, as complex numbers.
 """
 
@@ -17,8 +17,11 @@ import torch
 from tightrope.spec import RopeSpec
 
 from ._call import CallFailed, Subject
-from ._near import NEAR, Near
 
+NEAR = 16
+"""The positions whose matrices are measured: 0 to 15."""
+_SAME = 4e-5
+"""Largest difference from a predicted result: float32 products of numbers below 5, and factors below 2, give 1e-6."""
 #: Integers up to 2^24 are exact in float32, and so is their product with a frequency if they are powers of two; other
 #: positions show how positions and angles are rounded.
 _POWERS = [2**n for n in range(4, 21)]
@@ -30,8 +33,6 @@ _COUNTED = 2**12
 """The largest position to measure if the function numbers tokens itself."""
 _UNITS = 5
 """Angles whose cosines and sines are equal but for their last bit differ by at most so many units of it."""
-_ROUNDED_FROM = 64
-"""Angles are called rounded if so many positions from 1 on say so."""
 _ANGLE = 2e-4
 """Tolerance of equal angles, in radians; float32 is off by 1e-7."""
 SHORT = {
@@ -43,12 +44,87 @@ SHORT = {
 NARROW = (torch.bfloat16, torch.float16)
 
 
+# --- near matrices --------------------------------------------------------------------------------
+
+
+def gaps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the differences, of complex numbers the larger of both parts; infinite where one value alone is NaN."""
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if a.is_complex():
+        return gaps(torch.view_as_real(a), torch.view_as_real(b)).amax(-1)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(math.inf)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference; infinite if one value is NaN and the other is not."""
+    return float(gaps(a, b).max()) if a.numel() else 0.0
+
+
+def matrices(subject: Subject, positions: Sequence[int]) -> torch.Tensor:
+    """Measure the matrix at each position, float64 ``[positions, out, in]``: a call for each channel.
+
+    Raises:
+        CallFailed: as in :meth:`Subject.rotate`.
+    """
+    columns = []
+    for channel in range(subject.head_dim):
+        x = torch.zeros(1, 1, len(positions), subject.head_dim)
+        x[..., channel] = 1.0
+        y = subject.rotate(subject.laid_out(x), positions)
+        columns.append(y[0, 0].detach().cpu().double())
+    return torch.stack(columns, -1)
+
+
+@dataclass(frozen=True)
+class Near:
+    """The matrices at positions 0 to 15, float64 ``[positions, out, in]``."""
+
+    matrices: torch.Tensor
+
+    @classmethod
+    def of(cls, subject: Subject) -> Near:
+        """Measure a function."""
+        return cls(matrices(subject.fresh(), range(NEAR)))
+
+    @property
+    def is_finite(self) -> bool:
+        """False if some entry is NaN or infinite."""
+        return bool(self.matrices.isfinite().all())
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference from a predicted result that is a matter of rounding."""
+        return _SAME * max(1.0, float(self.matrices.abs().max()))
+
+    def predicted(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return what x ``[rows, heads, tokens, channels]`` should become at ids ``[rows, tokens]`` below 16."""
+        maps = self.matrices[ids.cpu()]
+        return torch.einsum("rtij,rhtj->rhti", maps, x.detach().cpu().double())
+
+    def off(self, y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor) -> float:
+        """Return by how much a result differs from the predicted one; 0 if roundings explain it."""
+        size = apart(y, self.predicted(x, ids))
+        return size if size > self.tolerance else 0.0
+
+    def matches(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """True where a token of a call comes out as if at a position from 0 to 15, ``[rows, tokens, positions]``."""
+        every = torch.einsum("pij,rhtj->rhtpi", self.matrices, x.detach().cpu().double())
+        gap = (y.detach().cpu().double()[..., None, :] - every).abs().amax((1, 4))
+        return gap <= self.tolerance
+
+
+# --- pairs and angles -----------------------------------------------------------------------------
+
+
 def wrapped(angle: torch.Tensor) -> torch.Tensor:
     """Reduce angles to [-π, π]."""
     return angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
 
 
-def agree(a: torch.Tensor, b: torch.Tensor | float, tolerance: float = _ANGLE) -> torch.Tensor:
+def agree(
+    a: torch.Tensor, b: torch.Tensor | float, tolerance: torch.Tensor | float
+) -> torch.Tensor:
     """True where angles are equal within a tolerance, modulo a turn."""
     return wrapped(a - b).abs() <= tolerance
 
@@ -86,8 +162,8 @@ class Angles(NamedTuple):
     def __str__(self) -> str:
         exact = self.product == torch.float64
         name = "more exact than float32" if exact else SHORT[self.product]
-        if self.positions in NARROW:
-            name += f", of positions in {SHORT[self.positions]}"
+        for what, dtype in (("positions", self.positions), ("frequencies", self.frequencies)):
+            name += f", of {what} in {SHORT[dtype]}" * (dtype in NARROW)
         return name
 
     def at(self, positions: Sequence[int], omegas: torch.Tensor, after: int = 0) -> torch.Tensor:
@@ -110,7 +186,6 @@ class Profile:
 
     Attributes:
         subject: the function.
-        near: the matrices at positions 0 to 15.
         order: the output channel of each input channel at position 0; None if none moves.
         pairs: the pairs of channels, ordered by their first channel.
         alone: channels that change but mix with no other.
@@ -125,17 +200,16 @@ class Profile:
         shift: the function rotates position p - shift as position p should be rotated.
         farthest: the largest position from which the frequencies were measured.
         rounded: the 16-bit dtype of the angles for float32 x; None if they are more exact.
-        widths: the widths of the intervals in which the frequencies are, if angles are rounded.
+        widths: the errors of the frequencies if angles are rounded.
     """
 
     subject: Subject
-    near: Near
-    order: tuple[int, ...] | None = None
-    pairs: tuple[Pair, ...] = ()
-    alone: tuple[int, ...] = ()
-    tangled: tuple[int, ...] = ()
-    firsts: torch.Tensor = field(default_factory=lambda: torch.zeros(NEAR, 0))
-    seconds: torch.Tensor = field(default_factory=lambda: torch.zeros(NEAR, 0))
+    order: tuple[int, ...] | None
+    pairs: tuple[Pair, ...]
+    alone: tuple[int, ...]
+    tangled: tuple[int, ...]
+    firsts: torch.Tensor
+    seconds: torch.Tensor
     omegas: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     intercepts: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     amplitude: float = 1.0
@@ -144,7 +218,7 @@ class Profile:
     shift: int = 0
     farthest: int = 3
     rounded: torch.dtype | None = None
-    widths: torch.Tensor | None = None
+    widths: torch.Tensor | float = 0.0
 
     @property
     def noise(self) -> float:
@@ -154,9 +228,7 @@ class Profile:
     @property
     def blur(self) -> torch.Tensor:
         """The largest error of each measured frequency."""
-        if self.widths is not None:
-            return self.widths
-        return torch.full_like(self.omegas, self.noise / self.farthest)
+        return torch.full_like(self.omegas, self.noise / self.farthest) + self.widths
 
     @property
     def least(self) -> float:
@@ -175,28 +247,27 @@ class Profile:
         return 1.0 if float(self.omegas.sum()) >= 0 else -1.0
 
     @property
-    def distances(self) -> set[int]:
-        """The distances between the channels of the pairs."""
-        return {pair.second - pair.first for pair in self.pairs}
+    def distance(self) -> int:
+        """The distance between the two channels of each pair; 0 if it differs from pair to pair."""
+        found = {pair.second - pair.first for pair in self.pairs}
+        return found.pop() if len(found) == 1 else 0
 
     @property
     def interleaved(self) -> bool | None:
         """True for interleaved, False for half; None for neither, or for a single pair of neighbours."""
-        if self.distances == {1}:
-            return True if len(self.pairs) > 1 or self.rotary_dim > 2 else None
-        if len(self.distances) == 1 and self.rotary_dim == 2 * min(self.distances):
-            return None if self.blocks > 1 else False
-        return None
+        if self.distance == 1:
+            return True if self.rotary_dim > 2 else None
+        return False if self.blocks == 1 else None
 
     @property
     def blocks(self) -> int:
         """The number of blocks of half pairs, one after the other; 0 if the pairs are no such blocks."""
-        if len(self.distances) != 1 or self.distances == {1}:
+        width = 2 * self.distance
+        if width <= 2:
             return 0
-        width = 2 * min(self.distances)
-        places = {(pair.first - self.start) // width for pair in self.pairs}
-        inside = all((pair.first - self.start) % width < width // 2 for pair in self.pairs)
-        return len(places) if inside else 0
+        places = [divmod(pair.first - self.start, width) for pair in self.pairs]
+        inside = all(place < self.distance for _, place in places)
+        return len({block for block, _ in places}) if inside else 0
 
     @property
     def start(self) -> int:
@@ -206,20 +277,17 @@ class Profile:
     @property
     def rotary_dim(self) -> int:
         """The number of channels that the pairing spans; for half pairing with pairs that never turn."""
-        if not self.pairs:
-            return 0
-        if len(self.distances) == 1 and self.distances != {1}:
-            return 2 * min(self.distances)
-        return max(pair.second for pair in self.pairs) + 1 - self.start
+        if self.distance > 1:
+            return 2 * self.distance
+        return max((pair.second + 1 for pair in self.pairs), default=0) - self.start
 
     @property
     def pairing(self) -> str:
         """The pairing as text."""
-        if not self.pairs:
-            return "none"
         if self.interleaved is None:
-            neighbours = self.distances == {1}
-            return "one pair of neighbours" if neighbours else "neither half nor interleaved"
+            return (
+                "one pair of neighbours" if self.distance == 1 else "neither half nor interleaved"
+            )
         return "interleaved (2i, 2i + 1)" if self.interleaved else "half (i, i + rotary_dim / 2)"
 
     @property
@@ -235,45 +303,36 @@ class Profile:
         """Return the positions to pass to the function for these positions."""
         return [position - self.shift for position in positions]
 
-    def tables(self, positions: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def tables(
+        self, positions: Sequence[int] | torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """Measure the cosine and sine of each pair, amplitude included, complex128 ``[positions, pairs]``.
 
         Raises:
             CallFailed: as in :meth:`Subject.rotate`.
         """
-        subject = self.subject
+        subject, ids = self.subject, torch.as_tensor(positions, dtype=torch.int64)
         ends = [[self.comes_out(channel) for channel in each] for each in zip(*self.pairs)]
-        shape = (1, subject.most_heads or 2, len(positions), subject.head_dim)
+        shape = (1, subject.most_heads or 2, ids.shape[-1], subject.head_dim)
         x = torch.zeros(shape, dtype=dtype)
         x[..., [pair.first for pair in self.pairs]] = 1.0
-        y = subject.rotate(subject.laid_out(x), list(positions))[0, 0].detach().cpu().double()
+        y = subject.rotate(subject.laid_out(x), ids)[0, 0].detach().cpu().double()
         return torch.complex(y[:, ends[0]], y[:, ends[1]])
-
-    def accepted(
-        self, positions: Sequence[int], dtype: torch.dtype = torch.float32
-    ) -> tuple[list[int], torch.Tensor]:
-        """Return the positions before the first that is refused, and :meth:`tables` there."""
-        while positions:
-            with suppress(CallFailed):
-                return list(positions), self.tables(positions, dtype)
-            positions = positions[:-1]
-        return [], self.firsts[:0]
 
     def explain(
         self,
-        omegas: torch.Tensor,
         positions: Sequence[int],
         seen: torch.Tensor,
-        tolerance: float,
+        tolerance: float | None = None,
         frequencies: Sequence[torch.dtype] = (torch.float64,),
     ) -> Angles | None:
         """Find the arithmetic of the angles that gives measured cosines and sines; None if none does.
 
         Args:
-            omegas: the exact frequencies of the pairs, signed.
             positions: what the function was given, plus ``shift``.
-            seen: what :meth:`tables` measured there, divided by the amplitude.
-            tolerance: the largest difference of a cosine or sine.
+            seen: what :meth:`tables` measured there.
+            tolerance: the largest difference of a cosine or sine of amplitude 1; by default, one that tables in
+                16 bits explain.
             frequencies: dtypes to which the function may round its frequencies.
         """
         best, found = math.inf, None
@@ -287,24 +346,13 @@ class Profile:
             for p in (torch.float64, *NARROW)
         )
         for how, after in tried:
-            error = difference(
-                turned(how.at(positions, omegas, after).double() + self.starts), seen
-            )
+            angles = how.at(positions, self.omegas, after).double() + self.starts
+            error = apart(turned(angles), seen / self.amplitude)
             # Another arithmetic must fit clearly better than one named before it.
             if error < 0.5 * best:
                 best, found = error, how
-        return found if best <= tolerance else None
-
-
-def differences(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The larger difference of each cosine and sine; infinite if one is NaN and the other is not."""
-    gap = torch.view_as_real(one - other).abs().amax(-1)
-    return gap.masked_fill(one.isnan() & other.isnan(), 0.0).nan_to_num(math.inf)
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of a cosine or sine."""
-    return float(differences(one, other).max())
+        allowed = max(5e-3, 2 * self.noise) if tolerance is None else tolerance
+        return found if best <= allowed else None
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -333,7 +381,7 @@ def measure(subject: Subject, near: Near, limit: int | None = None) -> Profile:
     u, v = ([pair[i] for pair in pairs] for i in (0, 1))
     firsts = torch.complex(seen[:, u, u], -seen[:, u, v])
     seconds = torch.complex(seen[:, v, v], seen[:, v, u])
-    profile = Profile(subject, near, order, pairs, alone, tangled, firsts, seconds)
+    profile = Profile(subject, order, pairs, alone, tangled, firsts, seconds)
     if pairs:
         _measure_angles(profile, limit)
     return profile
@@ -342,29 +390,21 @@ def measure(subject: Subject, near: Near, limit: int | None = None) -> Profile:
 def _measure_angles(profile: Profile, limit: int | None) -> None:
     """Fill in the frequencies, from nearby positions to far ones, and what else the angles show."""
     angles = profile.firsts.angle()
-    sizes = torch.stack((profile.firsts, profile.seconds)).abs()
-    profile.amplitude = float(sizes[:, :4].median())
+    profile.amplitude = float(torch.cat((profile.firsts[:4], profile.seconds[:4])).abs().median())
     most = _POWERS[-1] if profile.subject.way.takes_ids else _COUNTED
-    powers, seen = profile.accepted([p for p in _POWERS if p <= most])
-    finite = int(seen.isfinite().all(1).long().cumprod(0).sum())
-    powers, seen = powers[:finite], seen[:finite]
+    powers, seen = _accepted(profile, [p for p in _POWERS if p <= most])
     profile.reach = powers[-1] + 1 if powers else NEAR
     if limit is not None:
-        powers, seen = profile.accepted([p for p in powers if p < limit])
+        powers, seen = _accepted(profile, [p for p in powers if p < limit])
     # The factor may be applied before tables are rounded, or after.
-    tables = torch.cat((profile.firsts, seen))
-    narrow = (
-        each
-        for each in NARROW
-        if _is_of(each, tables) or _is_of(each, tables / sizes[0, 0].median())
-    )
+    tables, factor = torch.cat((profile.firsts, seen)), profile.firsts[0].abs().median()
+    narrow = (each for each in NARROW if _is_of(each, tables) or _is_of(each, tables / factor))
     profile.table = next(narrow, torch.float32)
     if _measure_rounded(profile):
         return
     profile.omegas = wrapped(angles[3] - angles[2])
-    profile.intercepts = wrapped(angles[2] - 2 * profile.omegas)
     few = torch.cat((angles[[4, 8]], seen[:2].angle()))
-    _refine(profile, profile.intercepts, [4, 8, *powers[:2]], few)
+    _refine(profile, wrapped(angles[2] - 2 * profile.omegas), [4, 8, *powers[:2]], few)
     profile.intercepts = wrapped(angles[2] - 2 * profile.omegas)
     shift = shift_of(profile.omegas, profile.intercepts, 2 * profile.noise)
     # If position 0 is right, later positions are off: that is no offset.
@@ -376,64 +416,36 @@ def _measure_angles(profile: Profile, limit: int | None) -> None:
     _refine(profile, profile.starts, powers, seen.angle())
 
 
+def _accepted(profile: Profile, positions: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Return the positions before the first that is refused or gives no numbers, and the tables there."""
+    while positions:
+        with suppress(CallFailed):
+            table = profile.tables(positions)
+            if bool(table.isfinite().all()):
+                return positions, table
+        positions = positions[:-1]
+    return [], profile.firsts[:0]
+
+
 def _measure_rounded(profile: Profile) -> bool:
     """Fill in the frequencies if angles are rounded to 16 bits; return whether they are.
 
-    Each rounded angle gives an interval for the frequency of its pair. All angles are values of the dtype,
-    but not multiples of one number.
+    All angles are then values of the dtype, but not multiples of one number.
     """
-    angles, noise = profile.firsts.angle(), profile.noise
-    if profile.table in NARROW or float(angles[0].abs().max()) > profile.least:
+    near, count = profile.firsts[1:].angle(), torch.arange(1.0, NEAR).double()[:, None]
+    if profile.table in NARROW or float(profile.firsts[0].angle().abs().max()) > profile.least:
         return False
-    if not any(len(_intervals(angles[1:2], dtype, noise)[2]) for dtype in NARROW):
+    if bool(agree(near, count * near[0], 8 * profile.noise * count).all()):
         return False
-    seen = profile.tables(range(1, min(DENSE, profile.reach))).angle()
+    whole = (count * near[0]).abs() < 3.0  # not reduced by a turn
     for dtype in NARROW:
-        low, high, angles = _intervals(seen, dtype, noise)
-        count = len(angles)
-        if count < _ROUNDED_FROM:
-            continue
-        multiples = torch.arange(1, count + 1)[:, None] * (angles[-1] / count)
-        if bool(((angles - multiples).abs() > 8 * noise * angles.abs()).any()):
-            profile.omegas, profile.widths = (low + high) / 2, high - low
+        if bool(((_cast(near, dtype) - near).abs() <= profile.noise * near.abs())[whole].all()):
+            profile.omegas = (count * near * whole).sum(0) / (count**2 * whole).sum(0)
+            profile.widths = profile.omegas.abs() * torch.finfo(dtype).eps
             profile.intercepts = torch.zeros_like(profile.omegas)
-            profile.farthest, profile.rounded = count, dtype
+            profile.rounded = dtype
             return True
     return False
-
-
-def _intervals(
-    seen: torch.Tensor, dtype: torch.dtype, noise: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the bounds of the frequencies whose angles, rounded to a dtype, are those seen.
-
-    The third result are the rounded angles, not reduced by whole turns, up to the first that no frequency gives.
-
-    Args:
-        seen: the angles at positions 1, 2, …, in [-π, π], ``[positions, pairs]``.
-    """
-    info = torch.finfo(dtype)
-    low = high = seen[0]
-    angles: list[torch.Tensor] = []
-    for position, angle in enumerate(seen, 1):
-        tried = position * (low + (high - low) * torch.linspace(0, 1, 9).double()[:, None])
-        values = _cast(tried, dtype)
-        gap = wrapped(values - angle).abs()
-        best, at = gap.min(0)
-        value = values.gather(0, at[None])[0]
-        if bool((best > noise * angle.abs().clamp(max=1.0)).any()):
-            break
-        # A little more than half a unit, as the product is rounded to float32 before.
-        unit = torch.exp2(value.abs().clamp(min=info.tiny).log2().floor()) * info.eps
-        bounds = [(value + sign * 0.5002 * unit) / position for sign in (-1, 1)]
-        lower, upper = bounds
-        if angles:
-            lower, upper = torch.maximum(low, lower), torch.minimum(high, upper)
-        if bool((lower > upper).any()):
-            break
-        low, high = lower, upper
-        angles.append(value)
-    return low, high, torch.stack(angles) if angles else seen[:0]
 
 
 def _refine(
@@ -473,16 +485,13 @@ def _pairs(
     seen: torch.Tensor,
 ) -> tuple[tuple[Pair, ...], tuple[int, ...], tuple[int, ...]]:
     """The pairs of channels, those that change alone, and those that mix with several others."""
-    dim = seen.shape[-1]
-    off = seen.abs() > 1e-9
-    off[:, range(dim), range(dim)] = False
-    mixes = off.any(0)
-    mixes |= mixes.T.clone()
-    partners = [mixes[i].nonzero().flatten().tolist() for i in range(dim)]
+    reach = (seen.abs() > 1e-9).any(0)
+    mixes = (reach | reach.T).fill_diagonal_(False)
     moved = ((seen.diagonal(dim1=1, dim2=2) - 1).abs() > 1e-6).any(0)
     pairs, alone, tangled = [], [], []
-    for i, others in enumerate(partners):
-        if len(others) > 1 or (others and partners[others[0]] != [i]):
+    for i, row in enumerate(mixes):
+        others = row.nonzero().flatten().tolist()
+        if len(others) > 1:
             tangled.append(i)
         elif others and others[0] > i:
             pairs.append(Pair(i, others[0]))

@@ -260,6 +260,11 @@ CASES: dict[str, Case] = {
         "From position 30,001 on, positions are off by -1.",
         **FAR,
     ),
+    "unknown frequencies, a clamp": case(
+        planted.by_rates(SLOW, where=lambda p: p.clamp(max=4999)),
+        "table-clamp",
+        "All positions from 5,000 on are rotated as position 4,999.",
+    ),
     "offsets ignored": case(
         lambda x, offsets: PLAIN(x, ordinal(offsets[:, None].expand(-1, x.shape[2]))),
         "offset-ignored",
@@ -332,7 +337,6 @@ CASES: dict[str, Case] = {
             spec=spec,
             longest=4096,
             dtypes=[torch.float32, *SIXTEEN],
-            facts={"frequencies": "Llama 3 scaling by 8"},
         )
         for dtype in SIXTEEN
         for spec in (None, LLAMA3)

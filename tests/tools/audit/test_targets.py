@@ -165,7 +165,7 @@ def test_bfloat16_positions_of_rotary_embedding_torch() -> None:
     rope = package.RotaryEmbedding(64)
     report = audit(rope.rotate_queries_or_keys)
     assert set(report.codes) == {"position-dtype", "history"}, str(report)
-    positions, history = report.findings[:2]
+    history, positions = report.findings[:2]
     assert positions.sentence == "Positions are rounded to bfloat16, for bfloat16 x."
     assert "float32 results are coarser after a call in bfloat16" in history.sentence
     # With float32 alone there is nothing to find.
