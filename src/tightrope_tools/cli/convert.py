@@ -83,7 +83,7 @@ def _show(done: Conversion) -> None:
 
     whence = basis(done.source_from, done.assumed)
     rows = [
-        ("checkpoint", f"{done.checkpoint}, {_size(done.nbytes)} of weights"),
+        ("checkpoint", done.checkpoint),
         ("model", done.model),
         ("pairing", f"{done.source} ({whence}) to {done.to}"),
     ]
@@ -104,7 +104,7 @@ def _show(done: Conversion) -> None:
     rows += [("warning", warning) for warning in done.warnings]
     rows += [("note", note) for note in done.notes]
     count = f", {len(done.files)} files" if len(done.files) > 1 else ""
-    end = f"{done.out}, {_size(done.disk)}{count}"
+    end = f"{done.out}, {done.disk / 1e6:,.2f} MB{count}"
     rows.append(("written", end) if done.written else ("dry run", f"{end} would be written"))
     show_table(rows)
 
@@ -116,7 +116,3 @@ def _lines(names: tuple[str, ...], most: int) -> str:
     if len(lines) > most:
         lines[most:] = [f"and {len(lines) - most} more lines; --json names all {len(names)}"]
     return "\n".join(lines)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"

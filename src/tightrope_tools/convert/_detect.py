@@ -150,21 +150,18 @@ def weigh(plan: Plan, model: Model) -> Detection:
 
 def _sizes(changes: list[Change]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (kind, sizes of rotated channels ``[samples, rotary_dim]``) of a layer."""
-    main = [one for one in changes if one.is_weight and not one.is_index]
-    q, k = _logs(main, "queries"), _logs(main, "keys")
-    if q is not None and k is not None and len(q) % len(k) == 0:
+    sides = []
+    for side in ("queries", "keys"):
+        rows = [
+            one.heads(side).norm(dim=-1).clamp_min(1e-30).log()
+            for one in changes
+            if one.is_weight and not one.is_index and getattr(one, side)
+        ]
+        sides += [torch.cat(rows)] if rows else []
+    if len(sides) == 2 and len(sides[0]) % len(sides[1]) == 0:
+        q, k = sides
         yield "products", q.view(len(k), -1, q.shape[-1]).mean(1) + k
         yield "queries", q
-
-
-def _logs(changes: list[Change], side: str) -> torch.Tensor | None:
-    """Return the log of the norm of each rotated row, ``(heads, rotary_dim)``, read head by head."""
-    made = [
-        one.entry.rows(start, one.width, one.units).norm(dim=-1).clamp_min(1e-30).log()
-        for one in changes
-        for start in getattr(one, side)
-    ]
-    return torch.stack(made) if made else None
 
 
 def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:

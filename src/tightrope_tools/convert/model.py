@@ -24,6 +24,7 @@ KV_HEADS = tuple(
     """num_key_value_heads n_kv_heads num_kv_heads num_query_groups n_head_kv kv_n_heads multi_query_group_num
     num_attention_groups encoder_num_key_value_heads decoder_num_key_value_heads""".split()
 )
+_BY_LAYER = ("per_layer_config", "block_configs")  # what layers have of their own
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _MOST = 65536  # heads, layers, or channels
 _QUANTISED = "quantization_config"
@@ -112,14 +113,7 @@ class Model:
     def size(self, *names: str) -> int | None:
         """Return the whole number of the first of these keys that the configuration has."""
         found = ((name, self.facts[name]) for name in names if self.facts.get(name) is not None)
-        return next((_whole(*one, least=1) for one in found), None)
-
-    def needed(self, name: str) -> int:
-        """Return the whole number of a key that the configuration must have."""
-        value = self.size(name)
-        if value is None:
-            fail(f"{name} must be known: pass a configuration with it as --config")
-        return value
+        return next((_whole(*one) for one in found), None)
 
     @property
     def layers(self) -> int | None:
@@ -133,18 +127,17 @@ class Model:
         known = isinstance(self.specs, RopeSpec) or layer < len(self.specs.layers or ())
         if str(kind) in keys.LAYERS_WITHOUT_ATTENTION or not known:
             return None
-        own = self._own(layer)
+        own = inside(self.facts, "block_configs", layer, "attention")  # Nemotron-NAS
         return None if own.get("no_op") or own.get("replace_with_linear") else self.of(layer)
 
-    def heads(self, layer: int) -> int:
-        """Return the number of query heads of a layer."""
-        found = self._count(HEADS, "--heads", self.stated.heads, layer)
-        if found is None:
-            fail("the number of query heads must be known: pass --heads")
-        return found
+    @property
+    def heads(self) -> int | None:
+        """The number of query heads; None if nothing states it, 0 if layers differ."""
+        return self._count(HEADS, "--heads", self.stated.heads)
 
-    def kv_heads(self, layer: int, unknown: int | None = None) -> int:
-        """Return the number of key heads of a layer; ``unknown``, if given, where nothing states it."""
+    @property
+    def kv_heads(self) -> int | None:
+        """The number of key heads; None if nothing states it, 0 if layers differ."""
         facts = self.facts
         # Megatron's arguments and ChatGLM's configuration hold a number of key heads even if it is not used.
         unused = any(facts.get(f"{kind}_query_attention") is False for kind in ("group", "multi"))
@@ -153,52 +146,32 @@ class Model:
             unused = not facts.get("new_decoder_architecture")
             multi = unused and bool(facts.get("multi_query", True))
         names = () if unused else KV_HEADS
-        found = self._count(names, "--kv-heads", self.stated.kv_heads, layer)
+        found = self._count(names, "--kv-heads", self.stated.kv_heads)
         if found is None and multi:
             return 1
-        if found is None and (unused or self.family in {"falcon", *KEY_HEADS_OPTIONAL}):
-            return self.heads(layer)
-        found = unknown if found is None else found
-        if found is None:
-            fail("the number of key heads must be known: pass --kv-heads")
-        return found
+        same = unused or self.family in {"falcon", *KEY_HEADS_OPTIONAL}
+        return self.heads if found is None and same else found
 
-    def _own(self, layer: int) -> dict[str, Any]:
-        """Return the keys that a configuration states for this layer alone."""
-        block = inside(self.facts, "block_configs", layer, "attention")  # Nemotron-NAS
-        every = {**inside(self.facts, "per_layer_config", str(layer)), **block}
-        group = every.get("n_heads_in_group")
-        if isinstance(group, int) and group > 0:
-            every["num_key_value_heads"] = (self.size(*HEADS) or 0) // group
-        return {key: value for key, value in every.items() if value is not None}
-
-    def _count(
-        self, names: tuple[str, ...], flag: str, given: int | None, layer: int
-    ) -> int | None:
-        """Return the number of heads of a layer that the user or the configuration states."""
-        facts, found = {**self.facts, **self._own(layer)}, dict[str, int]()
-        for name in names:
-            key = name if facts.get(f"{name}_per_layer") is None else f"{name}_per_layer"
-            value = facts.get(key)
-            if isinstance(value, list | tuple):
-                if layer >= len(value):
-                    fail(
-                        f"{key} must list the heads of every layer but does not list layer {layer}"
-                    )
-                value = value[layer]
-            if value is not None:
-                found[key] = _whole(key, value)
+    def _count(self, names: tuple[str, ...], flag: str, given: int | None) -> int | None:
+        """Return the number of heads that the user or the configuration states; 0 if layers differ."""
+        facts = self.facts
+        found = {name: facts[name] for name in names if facts.get(name) is not None}
+        own = (*_BY_LAYER, *(f"{name}_per_layer" for name in names))
+        listed = any(isinstance(value, list | tuple) for value in found.values())
+        if given is None and (listed or any(facts.get(key) for key in own)):
+            return 0
         if given is not None:
-            found[flag] = _whole(flag, given, least=1)
-        if len({*found.values()}) > 1:
+            found[flag] = given
+        counts = {_whole(name, value) for name, value in found.items()}
+        if len(counts) > 1:
             all_ = " and ".join(f"{key} = {value}" for key, value in found.items())
             fail(f"a number of heads must have one value but got {all_}")
-        return next(iter(found.values()), None)
+        return next(iter(counts), None)
 
 
-def _whole(name: str, value: object, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        fail(f"{name} must be a whole number from {least} to {_MOST} but got {value!r}")
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+        fail(f"{name} must be a whole number from 1 to {_MOST} but got {value!r}")
     return value
 
 

@@ -117,13 +117,10 @@ FAMILY_NAMING: dict[str, str] = {
     family: naming for naming in NAMINGS for family in _BY_NAMING.get(naming, naming).split()
 }
 
-# Families whose code has as many key heads as query heads if the configuration does not state another
-# number. The code of all others has a constant of its own.
+# Families with fused projections whose code has as many key heads as query heads if the configuration does not state
+# another number. The code of the others has a constant of its own.
 KEY_HEADS_OPTIONAL = frozenset(
-    """apertus arcee codegen cohere cohere2 deepseek_v2 diffllama esm eurobert flex_olmo gpt_neox gptj
-    granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe internlm2 llama
-    longcat_flash megatron meta modernbert olmo olmo2 olmo3 olmoe persimmon phi phi3
-    roformer""".split()
+    "codegen gpt_neox internlm2 megatron modernbert persimmon phi3".split()
 )
 
 # Prefixes of side parts (multi-token prediction), whose layers have the geometry of the main layers.

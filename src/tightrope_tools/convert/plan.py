@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from tightrope.spec import RopeSpec
 
 from .files import FLOATS, Checkpoint, Entry, fail, shown
@@ -45,6 +47,11 @@ class Change:
     def sides(self) -> str:
         """``q``, ``k``, or both for a fused projection."""
         return "qk" if self.role == "qkv" else self.role.removeprefix("index ")[0]
+
+    def heads(self, side: str) -> torch.Tensor:
+        """Read the rotated rows of each head of the ``queries`` or ``keys``, float64 ``(heads, width, columns)``."""
+        starts: tuple[int, ...] = getattr(self, side)
+        return torch.stack([self.entry.rows(start, self.width, self.units) for start in starts])
 
     @property
     def is_index(self) -> bool:
@@ -245,8 +252,7 @@ def _heads(
             fail(f"{name} must have {before} + {rotated} rotated rows but has {rows}")
         return (), (rows - rotated,)
     if one.is_index:
-        start = 0
-        width = model.needed("index_head_dim")
+        start, width = 0, model.size("index_head_dim") or 0
         if width < spec.rotary_dim:
             fail(
                 f"the heads of {name} must have {spec.rotary_dim} rotated rows but have {width} (index_head_dim)"
@@ -265,27 +271,26 @@ def _heads(
 
 def _order(one: Change, width: int, model: Model, rows: int) -> str:
     """Return the heads in a tensor in their order: q and k, v for values, g for gates."""
-    if (one.is_norm and rows == width) or (one.is_index and one.sides == "k"):
-        return one.sides  # one weight for all heads, or the only key of an indexer
-    if one.is_index:
-        return "q" * model.needed("index_n_heads")
     if one.role == "qkv":
         return _packed(one, model)
-    if one.sides == "k":
-        return "k" * model.kv_heads(
-            one.layer, rows // width or 1
-        )  # the rows show an unknown number
-    return ("qg" if one.role == "q gate" else "q") * model.heads(one.layer)
+    head = "qg" if one.role == "q gate" else one.sides
+    stated = model.heads if one.sides == "q" else model.kv_heads
+    if one.sides == "q" and stated is None:
+        fail("the number of query heads must be known: pass --heads")
+    # The rows show the number of an indexer, of layers that differ, and whether a norm is one for all heads.
+    if not stated or one.is_index or (one.is_norm and rows == width):
+        stated = rows // (width * len(head)) or 1
+    return head if one.is_index and one.sides == "k" else head * stated
 
 
 def _packed(one: Change, model: Model) -> str:
     """Return the heads of a fused projection in their order."""
     name, packing = one.entry.name, model.naming.packing
-    if packing is None:
-        fail(f"the packing of {name} must be known: pass --packing")
-    heads, kv_heads = model.heads(one.layer), model.kv_heads(one.layer)
+    heads, kv_heads = model.heads, model.kv_heads
+    if packing is None or not heads or not kv_heads:
+        fail(f"the order of heads in {name} must be known: pass --packing, --heads and --kv-heads")
     fours = packing != "quarters" or (heads % 4 == 0 and heads == kv_heads)
-    if not kv_heads or heads % kv_heads or not fours:
+    if heads % kv_heads or not fours:
         fail(f"{name} cannot hold {heads} query and {kv_heads} key heads in the packing {packing}")
     return PACKINGS[packing](heads, kv_heads)
 

@@ -43,7 +43,6 @@ class Conversion:
         layers_without_rope: layers whose projections stay.
         files: the files of the result.
         ignored: files of the folder that are not in the result: name -> reason.
-        nbytes: the size of the files of weights, in bytes.
         disk: the size of the result on the disk, in bytes.
         marked: the key of the result's config.json that states the pairing; None if there is none.
         verified: the result of the verification; None without ``verify`` and with ``dry_run``.
@@ -64,7 +63,6 @@ class Conversion:
     layers_without_rope: tuple[int, ...]
     files: tuple[str, ...]
     ignored: dict[str, str]
-    nbytes: int
     disk: int
     marked: str | None
     verified: Verified | None = None
@@ -199,7 +197,6 @@ def _conversion(found: Checkpoint, target: Path, model: Model, plan: Plan) -> Co
         )
     if plan.still:
         notes.append(f"layers without RoPE stay as they are: {', '.join(map(str, plan.still))}")
-    weights = sum(path.stat().st_size for path in found.files)
     return Conversion(
         checkpoint=str(found.path),
         out=str(target),
@@ -212,8 +209,10 @@ def _conversion(found: Checkpoint, target: Path, model: Model, plan: Plan) -> Co
         layers_without_rope=plan.still,
         files=tuple(goal.as_posix() for goal in _goals(found).values()) or (target.name,),
         ignored=found.ignored,
-        nbytes=weights,
-        disk=weights + sum((found.home / name).stat().st_size for name in found.others),
+        disk=sum(
+            path.stat().st_size
+            for path in (*found.files, *(found.home / name for name in found.others))
+        ),
         marked=mark,
         notes=tuple(notes),
         assumed=model.assumed,

@@ -107,9 +107,7 @@ def _vectors(parts: list[Change], side: str) -> torch.Tensor:
 
 def _rows(one: Change, side: str) -> torch.Tensor:
     """Return the rotated rows of each head, ``(heads, width, 1)``; of a matrix, of its product with random tokens."""
-    rows = torch.stack(
-        [one.entry.rows(start, one.width, one.units) for start in getattr(one, side)]
-    )
+    rows = one.heads(side)
     if rows.shape[-1] == 1:
         return rows
     generator = torch.Generator().manual_seed(one.layer)
