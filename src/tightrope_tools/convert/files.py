@@ -194,8 +194,7 @@ def _read_index(folder: Path, index: str, names: list[str]) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         fail(f"{index} must hold a weight_map from tensors to files but does not")
     for file in listed.values():
-        # A name of the listing may have a folder in it.
-        if file not in names or "/" in file or not file.endswith(_WEIGHTS):
+        if file not in names or not file.endswith(_WEIGHTS):
             fail(f"{index} must name files of weights that are in its folder but names {file!r}")
     return listed
 

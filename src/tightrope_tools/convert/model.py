@@ -158,8 +158,8 @@ class Model:
         found = {name: facts[name] for name in names if facts.get(name) is not None}
         own = (*_BY_LAYER, *(f"{name}_per_layer" for name in names))
         listed = any(isinstance(value, list | tuple) for value in found.values())
-        if given is None and (listed or any(facts.get(key) for key in own)):
-            return 0
+        if listed or any(facts.get(key) for key in own):
+            return 0 if given is None else _whole(flag, given)
         if given is not None:
             found[flag] = given
         counts = {_whole(name, value) for name, value in found.items()}

@@ -127,7 +127,7 @@ def after(model: Model, plan: Plan, records: list[Record], to: str) -> list[dict
     for change in plan.changes:
         back = any(
             change.entry.name in record.tensors
-            and record.values.get("was") == to != record.values["pairing"]
+            and record.values.get("was") == to
             and _same_rows(record, change)
             for record in records
         )

@@ -1,14 +1,13 @@
 """Check on random activations that a conversion leaves attention scores unchanged.
 
-In each layer of the original and of the copy, random activations pass through the projections in float64, with
-biases and the weights of norms. The original's queries and keys are rotated with the old pairing, the copy's with the
+In each layer of the original and of the copy, random activations pass through the projections in float64; biases, scales
+and the weights of norms are added. The original's queries and keys are rotated with the old pairing, the copy's with the
 new one. The scores may differ only because float64 sums have another order. As a control, the copy's scores
 are also computed with the old pairing; that difference is reported as `unswitched`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -90,19 +89,19 @@ def _scores(parts: list[Change], interleaved: bool) -> torch.Tensor:
 
 
 def _vectors(parts: list[Change], side: str) -> torch.Tensor:
-    """Return the rotated channels of queries or keys, ``(heads, tokens, width)``, with biases, scales and norms."""
-    heads = []
-    for module in dict.fromkeys(one.module for one in parts if one.is_weight):
-        own = [one for one in parts if one.module == module and getattr(one, side)]
-        if own:
-            scales = math.prod(_rows(one, side) for one in own if "scale" in one.suffix)
-            total = sum(_rows(one, side) for one in own if "scale" not in one.suffix)
-            heads.append(torch.as_tensor(total * scales))
-    made = torch.cat(heads)
-    for one in parts:
-        if one.is_norm and getattr(one, side):
-            made = made * _rows(one, side) if one.suffix == "weight" else made + _rows(one, side)
-    return made.transpose(1, 2).contiguous()
+    """Return the rotated channels of queries or keys, ``(heads, tokens, width)``.
+
+    Biases, scales and norms are added: whatever is computed channel by channel shows a channel in a wrong place.
+    """
+    own = [one for one in parts if getattr(one, side)]
+    heads = [
+        torch.stack(
+            torch.broadcast_tensors(*(_rows(one, side) for one in own if one.module == module))
+        ).sum(0)
+        for module in dict.fromkeys(one.module for one in own if one.is_weight)
+    ]
+    norms = sum(_rows(one, side) for one in own if one.is_norm)
+    return (torch.cat(heads) + norms).transpose(1, 2).contiguous()
 
 
 def _rows(one: Change, side: str) -> torch.Tensor:

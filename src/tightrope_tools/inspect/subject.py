@@ -143,5 +143,5 @@ def _parts_of(provenance: Provenance, section: str, record: files.Record | None)
             None if layers is None else len(at),
             "these layers do not rotate" if spec is None else None,
             at,
-            None if spec is None else provenance.temperature,
+            provenance.temperature,
         )

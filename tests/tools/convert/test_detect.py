@@ -80,6 +80,16 @@ def test_random_weights_and_few_heads_tell_nothing(tmp_path: Path) -> None:
     assert detect(write(tmp_path / "c", few, TRAINED)).pairing is None
 
 
+def test_kinds_of_evidence_that_contradict_each_other_tell_nothing(tmp_path: Path) -> None:
+    """Queries of half pairing, and keys of the other, which differ more."""
+    weights = trained(True, strength=1.5)
+    weights |= {name: w for name, w in trained(False).items() if "q_proj" in name}
+    found = detect(write(tmp_path / "a", weights, TRAINED))
+    assert {each.favours for each in found.evidence} == {*NAMES}
+    assert max(each.chance for each in found.evidence) < 1e-2
+    assert found.pairing is None
+
+
 def test_chance_is_a_bound(tmp_path: Path) -> None:
     """Weights without structure give a small chance at most as often as it says."""
     chances = []

@@ -354,6 +354,16 @@ def test_a_record_beside_the_weights_must_agree_with_theirs(tmp_path: Path) -> N
         go(folder, "d", "half")
 
 
+def test_a_record_about_tensors_of_other_files(tmp_path: Path) -> None:
+    """A file of a folder need not hold what the record of the folder is about; the folder must."""
+    source = write(tmp_path / "a", llama_tensors())
+    record = {"files": [MODEL], "conversions": [conversion("half", tensors=["elsewhere.weight"])]}
+    (source / RECORD).write_text(json.dumps(record), encoding="utf-8")
+    assert detect(source / MODEL).assumed
+    with refused("must be in the checkpoint but elsewhere.weight are not"):
+        detect(source)
+
+
 @pytest.mark.parametrize(
     "text", ['{"pairing": "half"}', '{"conversions": [{}]}', '{"conversions": 1}', "{"]
 )
