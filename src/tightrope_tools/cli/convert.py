@@ -112,7 +112,7 @@ def _show(done: Conversion) -> None:
 def _lines(names: tuple[str, ...], most: int) -> str:
     """List names in lines; names that differ only in their first number share one."""
     groups = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1) for name in names)
-    lines = [f"{name}  ({count})" for name, count in groups.items()]
+    lines = [f"{name}  ({count})" if "*" in name else name for name, count in groups.items()]
     if len(lines) > most:
         lines[most:] = [f"and {len(lines) - most} more lines; --json names all {len(names)}"]
     return "\n".join(lines)
