@@ -105,10 +105,10 @@ RULES = (
         *(REFUSED, BESIDE, rf"{_SIDE}_?{_KIND}|{_KIND}_?{_SIDE}"),
         *("named like a norm of queries or keys, and the naming does not list it", _LIST),
     ),
-    # Those of a latent (q_a_layernorm, k_b_proj) have channels that do not rotate.
+    # Those of a latent (q_a_layernorm, k_b_proj, wkv_b) have channels that do not rotate.
     Rule(
         *(REFUSED, BESIDE),
-        rf"(?:.*_|w)?(?:{_SIDE}(?:(?:bias|conv|gain|gamma|scale|proj|lin).*|_(?![ab]_).*)?|qgkv|qkvg)|c_attn|in_proj_weight",
+        rf"(?:.*_|w)?(?:{_SIDE}(?:(?:bias|conv|gain|gamma|scale|proj|lin).*|_(?![ab](?:_|$)).*)?|qgkv|qkvg)|c_attn|in_proj_weight",
         *("named like channels of queries or keys, and the naming does not list it", _LIST),
         whole=True,
     ),

@@ -89,7 +89,8 @@ def convert(
     reordered; all other tensors are copied unchanged. A record names the changed tensors and states
     their pairing, and that of no others: for a folder, in a file beside the weights; for a single
     file, in its metadata. If the family's code reads the pairing from a key of config.json, that key
-    is set as well. Converting back removes the record of what is undone, and gives the original files of weights. Memory does not grow with the checkpoint.
+    is set as well. Converting back removes the record of what is undone, and gives the original files of
+    weights. Memory does not grow with the checkpoint.
     ``out`` appears only once it is complete; until then it is written in the folder `<out>.partial`.
 
     Args:
