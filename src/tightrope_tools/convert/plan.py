@@ -98,15 +98,20 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
     named = [*_named(checkpoint.entries, model)]
     found = _chosen(named, model)
     _check_keys(checkpoint, found, model)
-    rows = {f"{one.place}.{one.module}": one.entry.shape[0] for one in found if one.is_weight}
+    whole = [one for one in found if one.is_weight and "lora_" not in one.suffix]
+    rows = {f"{one.place}.{one.module}": one.entry.shape[0] for one in whole}
     changes, still = list[Change](), set[int]()
     for one in found:
         spec = model.of(one.layer)
         if spec is None:
             still.add(one.layer)
-        elif _moves(one, spec, model, rows.get(f"{one.place}.{one.module}", 0)):
+            continue
+        own = rows.get(f"{one.place}.{one.module}", 0)
+        if _moves(one, spec, model, own):
             units = one.entry.numel if one.is_norm else one.entry.shape[0]
             queries, keys = _heads(one, spec, model, units)
+            if own not in (0, units) and not one.is_norm:
+                fail(f"{one.entry.name} must have the {own} rows of its weight but has {units}")
             changes.append(
                 replace(one, units=units, queries=queries, keys=keys, width=spec.rotary_dim)
             )
