@@ -110,11 +110,13 @@ def make_plan(checkpoint: Checkpoint, model: Model, *, every_layer: bool = False
         if _moves(one, spec, model, own):
             units = one.entry.numel if one.is_norm else one.entry.shape[0]
             queries, keys = _heads(one, spec, model, units)
-            if own not in (0, units) and not one.is_norm:
-                fail(f"{one.entry.name} must have the {own} rows of its weight but has {units}")
             changes.append(
                 replace(one, units=units, queries=queries, keys=keys, width=spec.rotary_dim)
             )
+    for one in changes:
+        own = rows.get(f"{one.place}.{one.module}", one.units)
+        if own != one.units and not one.is_norm:
+            fail(f"{one.entry.name} must have the {own} rows of its weight but has {one.units}")
     lacking = _check_others(checkpoint, found, model)
     # A shard or an adapter may be for some projections.
     if every_layer and not checkpoint.is_shard and not any("lora_" in one.suffix for one in found):

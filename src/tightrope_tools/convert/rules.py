@@ -108,7 +108,7 @@ RULES = (
     # Those of a latent (q_a_layernorm, k_b_proj, wkv_b) have channels that do not rotate.
     Rule(
         *(REFUSED, BESIDE),
-        rf"(?:.*_|w)?(?:{_SIDE}(?:(?:bias|conv|gain|gamma|scale|proj|lin).*|_(?![ab](?:_|$)).*)?|qgkv|qkvg)|c_attn|in_proj_weight",
+        rf"(?:.*_|w)?(?:{_SIDE}(?:(?:bias|conv|gain|gamma|scale|proj|lin).*|_(?![ab](?:_|\b)).*)?|qgkv|qkvg)|c_attn|in_proj_weight",
         *("named like channels of queries or keys, and the naming does not list it", _LIST),
         whole=True,
     ),
