@@ -14,9 +14,9 @@ SOURCE = ROOT / "src" / "tightrope_tools"
 # families and pairs of channels are known to the reader.
 ALLOWED = """
     _errors.bad_type _errors.bad_value _errors.integer _errors.public angles.cos_sin angles.phase_at config.recorded
-    config.source_of config.families.FAMILIES config.files.ELSEWHERE config.files.NAMES config.files.Record
+    config.source_of config.files.ELSEWHERE config.files.NAMES config.files.Record
     config.files.load config.files.url_in config.formats.is_megatron config.formats.is_meta config.keys.HEADS
-    config.keys.LAYERS_WITHOUT_ATTENTION config.keys.PAIRING config.source.Source stacks.named
+    config.keys.LAYERS_WITHOUT_ATTENTION config.keys.PAIRING stacks.named
 """.split()
 
 

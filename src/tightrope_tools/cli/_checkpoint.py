@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ._output import as_mistakes, progress
+from ._output import as_mistakes
 
 _Result = TypeVar("_Result")
 
@@ -52,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--start", type=int, help="first channel that rotates")
 
 
-def call(
-    name: str, function: Callable[..., _Result], options: argparse.Namespace, **more: Any
-) -> _Result:
+def call(function: Callable[..., _Result], options: argparse.Namespace, **more: Any) -> _Result:
     """Call `convert` or `detect` for a command, with what its options state about the checkpoint."""
     from ..convert import Stated
 
@@ -64,6 +62,5 @@ def call(
         values["config"] = False
     if options.naming is not None and "=" in options.naming:
         values["naming"] = dict(part.partition("=")[::2] for part in options.naming.split(","))
-    with as_mistakes(_SPELLED), progress(name) as report:
-        shown = None if options.json else report
-        return function(options.checkpoint, stated=Stated(**values), report=shown, **more)
+    with as_mistakes(_SPELLED):
+        return function(options.checkpoint, stated=Stated(**values), **more)

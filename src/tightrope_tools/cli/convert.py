@@ -20,10 +20,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from . import _checkpoint
-from ._output import show_json, show_table
+from ._output import progress, show_json, show_table
 
 if TYPE_CHECKING:
     from ..convert import Conversion
@@ -67,7 +68,9 @@ def run(options: argparse.Namespace) -> int:
 
     names = ("out", "to", "dry_run", "verify")
     given = {name: getattr(options, name) for name in names}
-    done = _checkpoint.call("convert", convert, options, **given)
+    with progress("convert") as report:
+        shown = None if options.json else report
+        done = _checkpoint.call(convert, options, report=shown, **given)
     if options.json:
         show_json(dataclasses.asdict(done))
     else:
@@ -80,7 +83,7 @@ def _show(done: Conversion) -> None:
 
     whence = basis(done.source_from, done.assumed)
     rows = [
-        ("checkpoint", f"{done.checkpoint}, {_size(done.nbytes)} of weights"),
+        ("checkpoint", done.checkpoint),
         ("model", done.model),
         ("pairing", f"{done.source} ({whence}) to {done.to}"),
     ]
@@ -101,28 +104,15 @@ def _show(done: Conversion) -> None:
     rows += [("warning", warning) for warning in done.warnings]
     rows += [("note", note) for note in done.notes]
     count = f", {len(done.files)} files" if len(done.files) > 1 else ""
-    end = f"{done.out}, {_size(done.disk)}{count}"
+    end = f"{done.out}, {done.disk / 1e6:,.2f} MB{count}"
     rows.append(("written", end) if done.written else ("dry run", f"{end} would be written"))
     show_table(rows)
 
 
 def _lines(names: tuple[str, ...], most: int) -> str:
     """List names in lines; names that differ only in their first number share one."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1), []).append(name)
-    lines = [
-        f"{group}  ({len(members)})" if len(members) > 1 else members[0]
-        for group, members in groups.items()
-    ]
+    groups = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1) for name in names)
+    lines = [f"{name}  ({count})" if "*" in name else name for name, count in groups.items()]
     if len(lines) > most:
         lines[most:] = [f"and {len(lines) - most} more lines; --json names all {len(names)}"]
     return "\n".join(lines)
-
-
-def _size(count: int) -> str:
-    """Format a byte count with a fitting unit: ``2.15 GB``, ``64.00 MB``, ``812 bytes``."""
-    for unit, value in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= value:
-            return f"{count / value:.2f} {unit}"
-    return f"{count} bytes"

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     from ..convert import detect
 
-    found = _checkpoint.call("detect", detect, options)
+    found = _checkpoint.call(detect, options)
     if options.json:
         show_json({**dataclasses.asdict(found), "contradicts": found.contradicts})
     else:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,9 +45,8 @@ class Evidence:
     """The evidence from one kind of weights, whose sizes are compared between channels.
 
     Attributes:
-        kind: ``"products"`` (of query and key rows, per key head), ``"queries"`` (query rows, per head)
-            or ``"norms"`` (weights of the norms of queries and keys, per layer).
-        samples: the number of heads, or layers, compared.
+        kind: ``"products"`` (of query and key rows, per key head) or ``"queries"`` (query rows, per head).
+        samples: the number of heads compared.
         favours: the pairing that it favours, however weakly.
         chance: an upper bound of the probability that weights without structure favour either pairing
             as strongly.
@@ -94,14 +93,12 @@ def detect(
     checkpoint: str | os.PathLike[str],
     *,
     stated: Stated | None = None,
-    report: Callable[[float, str], None] | None = None,
 ) -> Detection:
     """Detect the pairing of a checkpoint from its weights, which may not show it.
 
     Args:
         checkpoint: as in :func:`tightrope_tools.convert.convert`.
         stated: facts that the configuration does not state.
-        report: called with the fraction done and a short text.
 
     Raises:
         ValueError: the checkpoint is of an unknown kind, damaged, quantised, or partly outside its
@@ -111,33 +108,24 @@ def detect(
     found = open_checkpoint(Path(checkpoint))
     model = read_model(found, stated or Stated())
     plan = make_plan(found, model)
-    return weigh(plan, settled(found, model, plan, known(found)), report)
+    return weigh(plan, settled(found, model, plan, known(found)))
 
 
-def weigh(
-    plan: Plan,
-    model: Model,
-    report: Callable[[float, str], None] | None = None,
-    layers: int = _MOST_LAYERS,
-) -> Detection:
-    """Detect as :func:`detect` does, for a planned checkpoint, from at most ``layers`` layers."""
-    report = report or (lambda *_: None)
+def weigh(plan: Plan, model: Model) -> Detection:
+    """Detect as :func:`detect` does, for a planned checkpoint."""
     places: dict[str, list[Change]] = {}
     for change in plan.changes:
         places.setdefault(change.place, []).append(change)
-    chosen = list(places)[:: -(-len(places) // layers)]
-    by_width: dict[tuple[str, int], list[torch.Tensor]] = {}
-    for number, key in enumerate(chosen):
-        report(number / len(chosen), key)
-        for kind, sizes in _sizes(places[key]):
-            by_width.setdefault((kind, sizes.shape[-1]), []).append(sizes)
-    evidence = []
-    for (kind, _), parts in by_width.items():
-        samples = torch.cat(parts)
-        found = _weigh(samples)
-        if found is not None:
-            evidence.append(Evidence(kind, len(samples), *found))
-    report(1.0, "")
+    samples: dict[tuple[str, int], list[torch.Tensor]] = {}
+    for parts in [*places.values()][:: -(-len(places) // _MOST_LAYERS)]:
+        for kind, sizes in _sizes(parts):
+            samples.setdefault((kind, sizes.shape[-1]), []).append(sizes)
+    found = {kind: _weigh(torch.cat(parts)) for kind, parts in samples.items()}
+    evidence = [
+        Evidence(kind, len(torch.cat(samples[kind, width])), *one)
+        for (kind, width), one in found.items()
+        if one is not None
+    ]
     best = min(evidence, key=lambda each: each.chance, default=None)
     pairing, chance = None, 1.0
     if best is not None:
@@ -162,25 +150,18 @@ def weigh(
 
 def _sizes(changes: list[Change]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (kind, sizes of rotated channels ``[samples, rotary_dim]``) of a layer."""
-    main = [one for one in changes if one.is_weight and not one.role.startswith("index")]
-    q, k = _logs(main, "queries"), _logs(main, "keys")
-    if q is not None and k is not None and len(q) % len(k) == 0:
+    sides = []
+    for side in ("queries", "keys"):
+        rows = [
+            one.heads(side).norm(dim=-1).clamp_min(1e-30).log()
+            for one in changes
+            if one.is_weight and not one.is_index and getattr(one, side)
+        ]
+        sides += [torch.cat(rows)] if rows else []
+    if len(sides) == 2 and len(sides[0]) % len(sides[1]) == 0:
+        q, k = sides
         yield "products", q.view(len(k), -1, q.shape[-1]).mean(1) + k
         yield "queries", q
-    norms = [one for one in changes if one.role in ("q norm", "k norm") and one.suffix == "weight"]
-    q, k = _logs(norms, "queries"), _logs(norms, "keys")
-    if q is not None and k is not None:
-        yield "norms", q.mean(0, keepdim=True) + k.mean(0, keepdim=True)
-
-
-def _logs(changes: list[Change], side: str) -> torch.Tensor | None:
-    """Return the log of the norm of each rotated row, ``(heads, rotary_dim)``, read head by head."""
-    made = [
-        one.entry.rows(start, one.width, one.units).norm(dim=-1).clamp_min(1e-30).log()
-        for one in changes
-        for start in getattr(one, side)
-    ]
-    return torch.stack(made) if made else None
 
 
 def _weigh(samples: torch.Tensor) -> tuple[str, float] | None:

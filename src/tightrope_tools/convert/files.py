@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,17 +30,13 @@ FLOATS: dict[str, torch.dtype] = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_WEIGHTS = (
-    ".safetensors",
-    *PICKLES,
-    *".gguf .ggml .onnx .onnx_data .msgpack .h5 .ot .tflite .npz".split(),
-)
-_PICKLED_WEIGHTS = re.compile(r"pytorch_model|model|consolidated|adapter_model")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PICKLED = ("pytorch_model", "model", "consolidated", "adapter_model")
+_OTHERS = tuple(".gguf .ggml .onnx .onnx_data .msgpack .h5 .ot .tflite .npz".split())
 _INDEX = ".index.json"
+_WEIGHTS = (".safetensors", *_PICKLES, *_OTHERS)
 _SHARD = re.compile(r"-\d+-of-\d+\.[a-z]+$")
 _METADATA = "__metadata__"
-_OWN = rf'"{re.escape(Record.key)}": *"(?:[^"\\]|\\.)*"'
 
 
 def fail(message: str) -> NoReturn:
@@ -73,16 +69,16 @@ class Entry:
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
+    def mapped(self, units: int, *, write: bool = False) -> torch.Tensor:
+        """Map its rows into memory, as bytes ``(units, bytes of a row)``; with ``write``, changes go to the file."""
+        size = self.file.stat().st_size
+        whole = torch.from_file(str(self.file), shared=write, size=size, dtype=torch.uint8)
+        return whole[self.offset : self.offset + self.nbytes].view(units, -1)
+
     def rows(self, first: int, count: int, units: int) -> torch.Tensor:
         """Read ``count`` of its ``units`` rows, from row ``first``, as float64 ``(count, elements of a row)``."""
-        unit = self.nbytes // units
-        with open(self.file, "rb") as stream:
-            stream.seek(self.offset + first * unit)
-            data = bytearray(stream.read(count * unit))
-        if len(data) != count * unit:
-            raise OSError(f"{self.file} became shorter while it was read")
-        made = torch.frombuffer(data, dtype=FLOATS[self.dtype]).view(count, -1)
-        return made.to(torch.float32).double()
+        data = self.mapped(units)[first : first + count].clone()
+        return data.view(FLOATS[self.dtype]).double()
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class Checkpoint:
     files: dict[Path, list[Record]]
     entries: tuple[Entry, ...]
     others: tuple[str, ...] = ()
-    ignored: dict[str, str] | None = None
+    ignored: dict[str, str] = field(default_factory=dict)
 
     @property
     def home(self) -> Path:
@@ -127,26 +123,36 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         fail(f"the checkpoint {url_in(path) or f'must exist but {path} does not'}")
     if path.is_file() and not path.name.endswith(_INDEX):
-        entries, record = _read(path)
-        return Checkpoint(path, None, {path: record}, tuple(entries))
+        _check_name(path.name)
+        entries, records = read_header(path)
+        return Checkpoint(path, None, {path: records}, tuple(entries))
     folder = path if path.is_dir() else path.parent
     names, ignored = _listing(folder)
-    index = _find_index(folder, names) if path.is_dir() else path.name
-    listed = {} if index is None else _read_index(folder, index, names)
-    chosen = list(dict.fromkeys(listed.values())) or [_single(folder, names)]
-    read = {name: _read(folder / name) for name in chosen}
-    held = {(entry.name, name) for name in chosen for entry in read[name][0]}
-    wrong = sorted({tensor for tensor, _ in held ^ {*listed.items()}})
-    if index is not None and wrong:
-        fail(f"{index} and the files must agree on where tensors are but differ in {shown(wrong)}")
     weights = [name for name in names if name.lower().endswith((*_WEIGHTS, _INDEX))]
-    others = [name for name in names if name not in (*weights, Record.file)]
-    others += [] if index is None else [index]
-    unused = [name for name in weights if name not in (*chosen, index)]
-    ignored |= dict.fromkeys(unused, "other weights, which are not converted")
-    every = tuple(entry for entries, _ in read.values() for entry in entries)
-    files = {folder / name: read[name][1] for name in chosen}
-    return Checkpoint(folder, folder, files, every, tuple(others), ignored)
+    indexes = [name for name in weights if re.fullmatch(rf"[^/]+\.safetensors{_INDEX}", name)]
+    if path.is_file():
+        indexes = [path.name]
+    if len(indexes) > 1:
+        fail(f"{folder} has several indexes, {shown(indexes)}: give the path of one of them")
+    listed = _read_index(folder, indexes[0], names) if indexes else {}
+    chosen = list(dict.fromkeys(listed.values())) or [_single(folder, names)]
+    for name in chosen:
+        _check_name(name)
+    read = {name: read_header(folder / name) for name in chosen}
+    held = {(entry.name, name) for name in chosen for entry in read[name][0]}
+    if indexes and (wrong := sorted({tensor for tensor, _ in held ^ {*listed.items()}})):
+        fail(
+            f"{indexes[0]} and the files must agree on where tensors are but differ in {shown(wrong)}"
+        )
+    unused = [name for name in weights if name not in (*chosen, *indexes)]
+    return Checkpoint(
+        folder,
+        folder,
+        {folder / name: read[name][1] for name in chosen},
+        tuple(entry for entries, _ in read.values() for entry in entries),
+        tuple(name for name in names if name not in (*unused, *chosen, Record.file)),
+        ignored | dict.fromkeys(unused, "other weights, which are not converted"),
+    )
 
 
 def _listing(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -154,12 +160,11 @@ def _listing(folder: Path) -> tuple[list[str], dict[str, str]]:
     names: list[str] = []
     ignored: dict[str, str] = {}
 
-    def raise_it(error: OSError) -> None:
+    def stop(error: OSError) -> None:
         raise error
 
-    for where, below, files in os.walk(folder, onerror=raise_it):
-        here = Path(where)
-        for path in sorted(here / name for name in (*below, *files)):
+    for where, below, files in os.walk(folder, onerror=stop):
+        for path in sorted(Path(where, name) for name in (*below, *files)):
             name = path.relative_to(folder).as_posix()
             if path.name.startswith("."):
                 ignored[name] = "hidden"
@@ -181,16 +186,6 @@ def _is_inside(folder: Path, path: Path) -> bool:
     return real.is_file() and (real.is_relative_to(home) or blobs)
 
 
-# --- choice of the weight files -------------------------------------------------------------------
-
-
-def _find_index(folder: Path, names: list[str]) -> str | None:
-    found = [name for name in names if name.endswith(f".safetensors{_INDEX}") and "/" not in name]
-    if len(found) > 1:
-        fail(f"{folder} has several indexes, {shown(found)}: give the path of one of them")
-    return found[0] if found else None
-
-
 def _read_index(folder: Path, index: str, names: list[str]) -> dict[str, str]:
     """Return the file of each tensor; only files of the folder are accepted."""
     if index not in names:
@@ -199,55 +194,37 @@ def _read_index(folder: Path, index: str, names: list[str]) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         fail(f"{index} must hold a weight_map from tensors to files but does not")
     for file in listed.values():
-        plain = isinstance(file, str) and Path(file).name == file and file.endswith(_WEIGHTS)
-        if plain and not os.path.lexists(folder / file):
-            fail(f"{index} names {file}, but the folder has no such file")
-        if not plain or file not in names:
-            fail(f"{index} must name files of weights inside its folder but names {file!r}")
+        if file not in names or not file.endswith(_WEIGHTS):
+            fail(f"{index} must name files of weights that are in its folder but names {file!r}")
     return listed
 
 
 def _single(folder: Path, names: list[str]) -> str:
     """Return the only file of weights of a folder without an index."""
-    top = [name for name in names if Path(name).name == name]
+    top = [name for name in names if "/" not in name]
     found = [name for name in top if name.endswith(".safetensors")]
     for wanted in ("model.safetensors", "adapter_model.safetensors"):
         if wanted in found:
             return wanted
-    if any(map(_SHARD.search, found)):
-        fail(f"{folder} has shards, {shown(found)}, but no index of their tensors")
-    if len(found) > 1:
-        fail(f"{folder} has several files of weights, {shown(found)}: give the path of one of them")
-    if not found:
-        pickles = [name for name in top if name.endswith(PICKLES)]
-        own = [name for name in pickles if _PICKLED_WEIGHTS.match(name)] or pickles
-        if own:
-            _refuse_pickles([folder / name for name in own], folder / "model.safetensors")
+    if len(found) > 1 or any(map(_SHARD.search, found)):
+        fail(
+            f"{folder} has several files of weights, {shown(found)}, but no index: give the path of one of them"
+        )
+    pickles = [name for name in top if name.startswith(_PICKLED) and name.endswith(_PICKLES)]
+    if not found and not pickles:
         fail(f"{folder} must hold a checkpoint but has no safetensors")
-    return found[0]
+    return (found or pickles)[0]
 
 
-def _refuse_pickles(paths: list[Path], target: Path) -> NoReturn:
-    """Say how to save torch pickles as safetensors."""
-    what = f"a checkpoint must be safetensors but {shown([path.name for path in paths])} is a torch pickle"
-    if len(paths) > 1 and all(path.name.startswith("consolidated") for path in paths):
-        fail(f"{what} of one rank of several: merge the ranks, and save the result as safetensors")
-    names = [str(path) for path in paths]
-    fail(
-        f"{what}; save it with this Python code first: import torch; from safetensors.torch import save_file; "
-        f"save_file({{name: x.contiguous().clone() for file in {names} for name, x in torch.load(file, "
-        f"weights_only=True).items()}}, {str(target)!r})"
-    )
-
-
-def _read(path: Path) -> tuple[list[Entry], list[Record]]:
-    """Read a header as :func:`read_header` does, if the name of the file is that of safetensors."""
-    suffix = path.suffix.lower()
-    if suffix in PICKLES:
-        _refuse_pickles([path], path.with_suffix(".safetensors"))
-    if suffix != ".safetensors":
-        fail(f"the name of a checkpoint must end in .safetensors or {_INDEX} but got {path.name}")
-    return read_header(path)
+def _check_name(name: str) -> None:
+    """Refuse a file that is not called like one of safetensors."""
+    if name.lower().endswith(_PICKLES):
+        fail(
+            f"a checkpoint must be safetensors but {name} is a torch pickle: merge its ranks, if it is of one of several, "
+            "and save it as docs/convert.md shows in 'What it reads'"
+        )
+    if not name.lower().endswith(".safetensors"):
+        fail(f"the name of a checkpoint must end in .safetensors or {_INDEX} but got {name}")
 
 
 # --- safetensors ----------------------------------------------------------------------------------
@@ -270,47 +247,27 @@ def read_header(path: Path) -> tuple[list[Entry], list[Record]]:
         except (SafetensorError, OSError, ValueError) as error:
             fail(f"{path} must be a valid safetensors file but is not: {error}")
         header = json.loads(stream.read(length))
-    metadata = header.pop(_METADATA, None) or {}
+    records = Record.in_metadata(header.pop(_METADATA, None) or {}, path.name)
     entries = []
     for name, info in header.items():
-        begin, stop = info["data_offsets"]
-        shape = tuple(info["shape"])
-        entries.append(Entry(name, info["dtype"], shape, path, 8 + length + begin, stop - begin))
-    records = Record.in_metadata(metadata, path.name)
+        begin, stop = (8 + length + offset for offset in info["data_offsets"])
+        entries.append(Entry(name, info["dtype"], tuple(info["shape"]), path, begin, stop - begin))
     return sorted(entries, key=lambda entry: entry.offset), records
 
 
 def header_with(header: bytes, records: list[dict[str, Any]]) -> bytes:
-    """Return a safetensors header that records these conversions and no others; padded to 8 bytes.
-
-    All other bytes stay, so that taking the record away restores the header.
+    """Return a safetensors header that records these conversions and no others; padded to 8 bytes, as `safetensors` does.
 
     >>> before = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}  '
     >>> after = header_with(before, [{"pairing": "half"}])
     >>> len(after) % 8, header_with(after, []) == before
     (0, True)
     """
-    made = header.decode()
-    for pattern in (rf'"{_METADATA}":\{{{_OWN}\}},', f"{_OWN},?"):
-        made = re.sub(pattern, "", made, count=1)
     values = json.loads(header)
     metadata = values.pop(_METADATA, None) or {}
     metadata.pop(Record.key, None)
     if records:
-        text = json.dumps(records, separators=(",", ":"))
-        at = re.search(rf'"{_METADATA}"\s*:\s*\{{(\s*\}})?', made)
-        before, after = (f'"{_METADATA}":{{', "},") if at is None else ("", "" if at[1] else ",")
-        begin = made.index("{") + 1 if at is None else at.end() - len(at[1] or "")
-        parts = [f'{before}"{Record.key}":', f"{json.dumps(text)}{after}"]
-        padding = " " * (-len("".join(parts)) % 8)
-        made = made[:begin] + padding.join(parts) + made[begin:]
-        metadata[Record.key] = text
-    wanted = {_METADATA: metadata, **values}
-    try:
-        if {_METADATA: {}, **json.loads(made)} == wanted:
-            return made.encode()
-    except ValueError:
-        pass
-    # Another program has written the record anew.
-    made = json.dumps(wanted, separators=(",", ":"), ensure_ascii=False)
-    return made.encode() + b" " * (-len(made.encode()) % 8)
+        metadata[Record.key] = json.dumps(records, separators=(",", ":"))
+    values = {_METADATA: metadata, **values} if metadata else values
+    made = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
+    return made + b" " * (-len(made) % 8)

@@ -13,22 +13,21 @@ from typing import Any
 
 from tightrope import config as reader
 from tightrope.config import LayerSpecs, formats, keys
-from tightrope.config.families import FAMILIES
 from tightrope.config.files import NAMES, Record, load
-from tightrope.config.source import Source
 from tightrope.spec import RopeSpec
 
 from .files import Checkpoint, fail, shown
 from .naming import FAMILY_NAMING, KEY_HEADS_OPTIONAL, NAMINGS, PACKINGS, Naming, own_naming
-from .rules import KEY, rule_of
 
-HEADS = (*keys.HEADS, "num_query_heads", "attention.head_count")
+HEADS = (*keys.HEADS, "num_query_heads")
 KV_HEADS = tuple(
     """num_key_value_heads n_kv_heads num_kv_heads num_query_groups n_head_kv kv_n_heads multi_query_group_num
-    num_attention_groups encoder_num_key_value_heads decoder_num_key_value_heads attention.head_count_kv""".split()
+    num_attention_groups encoder_num_key_value_heads decoder_num_key_value_heads""".split()
 )
+_BY_LAYER = ("per_layer_config", "block_configs")  # what layers have of their own
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _MOST = 65536  # heads, layers, or channels
+_QUANTISED = "quantization_config"
 
 
 def pairing_name(interleaved: bool) -> str:
@@ -87,12 +86,10 @@ class Model:
         facts: the keys of the configuration.
         family: its family: a model_type, or "meta" or "megatron" for their formats.
         assumed: whether the pairing is that of the family's code, which no file and no user states.
-        native: the pairing that the configuration's family has without any statement of the user or a
-            record; None if unknown.
+        native: the pairing that the code of its family always has; None if unknown, or if a key chooses it.
         mark: the key of the configuration by which the family's own code chooses the pairing, if any.
         at: the keys that lead to the section of the configuration that was read; None without a configuration.
         alone: whether the configuration describes no other part of the model, with or without RoPE.
-        more: further arguments of the call of `from_config` that reads the same section.
     """
 
     specs: RopeSpec | LayerSpecs
@@ -108,7 +105,6 @@ class Model:
     mark: str | None = None
     at: tuple[str, ...] | None = None
     alone: bool = True
-    more: tuple[str, ...] = ()
 
     def of(self, layer: int) -> RopeSpec | None:
         """Return the spec of a layer, or None for a layer without RoPE."""
@@ -117,7 +113,7 @@ class Model:
     def size(self, *names: str) -> int | None:
         """Return the whole number of the first of these keys that the configuration has."""
         found = ((name, self.facts[name]) for name in names if self.facts.get(name) is not None)
-        return next((_whole(*one, least=1) for one in found), None)
+        return next((_whole(*one) for one in found), None)
 
     @property
     def layers(self) -> int | None:
@@ -128,81 +124,64 @@ class Model:
         """Return the spec of a layer that must have attention; None if it may have none, or no RoPE."""
         kinds = self.facts.get("layer_types") or self.facts.get("layers_block_type")
         kind = kinds[layer] if isinstance(kinds, list | tuple) and layer < len(kinds) else None
-        own = inside(self.facts, "block_configs", layer, "attention")  # Nemotron-NAS
         known = isinstance(self.specs, RopeSpec) or layer < len(self.specs.layers or ())
         if str(kind) in keys.LAYERS_WITHOUT_ATTENTION or not known:
             return None
+        own = inside(self.facts, "block_configs", layer, "attention")  # Nemotron-NAS
         return None if own.get("no_op") or own.get("replace_with_linear") else self.of(layer)
 
-    def heads(self, layer: int) -> int | None:
-        """Return the number of query heads of a layer; None if nothing states it."""
-        return self._count(HEADS, "--heads", self.stated.heads, layer)
+    @property
+    def heads(self) -> int | None:
+        """The number of query heads; None if nothing states it, 0 if layers differ."""
+        return self._count(HEADS, "--heads", self.stated.heads)
 
-    def kv_heads(self, layer: int) -> int | None:
-        """Return the number of key heads of a layer; None if nothing states it."""
+    @property
+    def kv_heads(self) -> int | None:
+        """The number of key heads; None if nothing states it, 0 if layers differ."""
         facts = self.facts
-        names: tuple[str, ...] = KV_HEADS
         # Megatron's arguments and ChatGLM's configuration hold a number of key heads even if it is not used.
-        groups = ("group_query_attention", "multi_query_attention")
-        same = any(facts.get(key) is False for key in groups)
+        unused = any(facts.get(f"{kind}_query_attention") is False for kind in ("group", "multi"))
         multi = facts.get("multi_query") is True
         if self.family == "falcon":
-            older = not facts.get("new_decoder_architecture")
-            same, multi = True, older and bool(facts.get("multi_query", True))
-            names = () if older else KV_HEADS
-        elif same:
-            names = ()
-        found = self._count(names, "--kv-heads", self.stated.kv_heads, layer)
+            unused = not facts.get("new_decoder_architecture")
+            multi = unused and bool(facts.get("multi_query", True))
+        names = () if unused else KV_HEADS
+        found = self._count(names, "--kv-heads", self.stated.kv_heads)
         if found is None and multi:
             return 1
-        if found is None and (same or self.family in KEY_HEADS_OPTIONAL):
-            return self.heads(layer)
-        return found
+        same = unused or self.family in {"falcon", *KEY_HEADS_OPTIONAL}
+        return self.heads if found is None and same else found
 
-    def _count(
-        self, names: tuple[str, ...], flag: str, given: int | None, layer: int
-    ) -> int | None:
-        """Return the number of heads of a layer that the user or the configuration states."""
-        block = inside(self.facts, "block_configs", layer, "attention")
-        own = {**inside(self.facts, "per_layer_config", str(layer)), **block}
-        facts = {**self.facts, **{key: value for key, value in own.items() if value is not None}}
-        found: dict[str, int] = {}
-        group = own.get("n_heads_in_group")
-        if names is KV_HEADS and isinstance(group, int) and group > 0:
-            found["n_heads_in_group"], names = (self.heads(layer) or 0) // group, ()
-        for name in names:
-            key = name if facts.get(f"{name}_per_layer") is None else f"{name}_per_layer"
-            value = facts.get(key)
-            if isinstance(value, list | tuple):
-                if layer >= len(value):
-                    fail(
-                        f"{key} must list the heads of every layer but does not list layer {layer}"
-                    )
-                value = value[layer]
-            if value is not None:
-                found[key] = _whole(key, value)
+    def _count(self, names: tuple[str, ...], flag: str, given: int | None) -> int | None:
+        """Return the number of heads that the user or the configuration states; 0 if layers differ."""
+        facts = self.facts
+        found = {name: facts[name] for name in names if facts.get(name) is not None}
+        own = (*_BY_LAYER, *(f"{name}_per_layer" for name in names))
+        listed = any(isinstance(value, list | tuple) for value in found.values())
+        if listed or any(facts.get(key) for key in own):
+            return 0 if given is None else _whole(flag, given)
         if given is not None:
-            found[flag] = _whole(flag, given, least=1)
-        if len({*found.values()}) > 1:
+            found[flag] = given
+        counts = {_whole(name, value) for name, value in found.items()}
+        if len(counts) > 1:
             all_ = " and ".join(f"{key} = {value}" for key, value in found.items())
             fail(f"a number of heads must have one value but got {all_}")
-        return next(iter(found.values()), None)
+        return next(iter(counts), None)
 
 
-def _whole(name: str, value: object, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        fail(f"{name} must be a whole number from {least} to {_MOST} but got {value!r}")
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+        fail(f"{name} must be a whole number from 1 to {_MOST} but got {value!r}")
     return value
 
 
 def inside(value: Any, *path: str | int) -> Mapping[str, Any]:
     """Return the mapping at a path of keys and indices; empty if there is none."""
-    for key in path:
-        if isinstance(value, Mapping):
-            value = value.get(key)
-        else:
-            listed = isinstance(value, list) and isinstance(key, int) and key < len(value)
-            value = value[key] if listed else None
+    try:
+        for key in path:
+            value = value[key]
+    except (KeyError, IndexError, TypeError):
+        return {}
     return value if isinstance(value, Mapping) else {}
 
 
@@ -219,19 +198,15 @@ def read_model(checkpoint: Checkpoint, stated: Stated) -> Model:
         fail(f"stated must be a Stated, such as Stated(source='half'), but got {stated!r}")
     if stated.source not in (None, "half", "interleaved"):
         fail(f"a pairing must be 'half' or 'interleaved' but got {stated.source!r}")
-    given = None if stated.source is None else stated.source == "interleaved"
     found = stated.config
     if found is None and any((checkpoint.home / name).is_file() for name in NAMES):
         found = checkpoint.home
     read = found is not None and found is not False
-    model = _from_config(found, stated, given) if read else _from_flags(stated)
-    _check_slice(model, stated)
-    if given is not None:
-        model = replace(model, interleaved=given, who="the user (--from)", assumed=False)
-    return model
-
-
-# --- without a configuration ----------------------------------------------------------------------
+    model = _from_config(found, stated) if read else _from_flags(stated)
+    if stated.source is None:
+        return model
+    given = stated.source == "interleaved"
+    return replace(model, interleaved=given, who="the user (--from)", assumed=False)
 
 
 def _from_flags(stated: Stated) -> Model:
@@ -242,21 +217,6 @@ def _from_flags(stated: Stated) -> Model:
     spec = RopeSpec(stated.head_dim, rotary_dim=stated.rotary_dim, start=stated.start or 0)  # type: ignore[arg-type]
     name = "a checkpoint without configuration"
     return Model(spec, None, "the command line", _naming(stated, None), stated, name)
-
-
-def _check_slice(model: Model, stated: Stated) -> None:
-    """Refuse a slice that contradicts the configuration; a family that is not in the table has the user's."""
-    specs = [model.specs] if isinstance(model.specs, RopeSpec) else model.specs.values()
-    for spec in filter(None, specs):
-        for flag, given, own in (
-            ("--rotary-dim", stated.rotary_dim, spec.rotary_dim),
-            ("--start", stated.start, spec.start),
-        ):
-            if given not in (None, own):
-                fail(
-                    f"{flag} is {given} but the configuration states {own}: correct the configuration, or pass "
-                    "--no-config and all flags"
-                )
 
 
 def _naming(stated: Stated, family: str | None) -> Naming:
@@ -278,96 +238,67 @@ def _naming(stated: Stated, family: str | None) -> Naming:
     return replace(naming, packing=stated.packing or naming.packing)
 
 
-# --- with a configuration -------------------------------------------------------------------------
-
-
-def _from_config(found: object, stated: Stated, given: bool | None) -> Model:
+def _from_config(found: object, stated: Stated) -> Model:
     if isinstance(found, str | Path):
         found = load(Path(found))
     source = reader.source_of(found, stated.section)
-    if source.family is not None:  # a conversion needs no frequencies
-        source = replace(source, family=replace(source.family, learned=None))
-    values, more = source.values, []
-    for key in ("attention_k_eq_v", "rotary_value"):
-        if values.get(key) and (rule := rule_of(KEY, [key])):
-            rule.refuse(f"{key} ({values[key]!r})")
+    values, family = source.values, source.family
+    given = None if stated.source is None else stated.source == "interleaved"
     pair = next((key for key in keys.PAIRING if values.get(key) is not None), None)
-    silent = source.family is None and given is None and pair is None
-    asked: dict[str, Any] = {"interleaved": False if silent else given}
-    if source.family is None:
-        # The user states the slice. Layers without RoPE compute the same if their channels are permuted too.
-        more = ["rope_layers=…"] * ("layers" not in source.knows)
+    silent = family is None and given is None and pair is None
+    asked: dict[str, Any] = {"rotary_dim": stated.rotary_dim, "start": stated.start}
+    asked["interleaved"] = False if silent else given
+    if family is None:
+        # Layers without RoPE compute the same if their channels are permuted too.
         source = replace(source, knows=source.knows | {"layers"})
-        slice_ = {"rotary_dim": stated.rotary_dim, "start": stated.start}
-        asked |= slice_
-        more += [f"{name}={value}" for name, value in slice_.items() if value is not None]
+    else:  # a conversion needs no frequencies
+        source = replace(source, family=replace(family, learned=None))
     read = reader.provenance(source, **asked)
-    every = read.spec.values() if isinstance(read.spec, LayerSpecs) else [read.spec]
-    first = next((spec for spec in every if spec is not None), None)
-    if first is None or read.spec is None:
+    specs = read.spec.values() if isinstance(read.spec, LayerSpecs) else [read.spec]
+    rotated = [spec for spec in specs if spec is not None]
+    if read.spec is None or not rotated:
         fail(f"{source.name} has no RoPE")
-    if stated.head_dim not in (None, first.head_dim):
-        fail(f"--head-dim is {stated.head_dim} but the configuration states {first.head_dim}")
+    if stated.head_dim not in (None, rotated[0].head_dim):
+        fail(f"--head-dim is {stated.head_dim} but the configuration states {rotated[0].head_dim}")
     who = next(row.source for row in read.rows if row.field == "interleaved")
     assumed = not silent and who.startswith(f"{source.name} (")
     if silent or assumed:
         who = source.name
     elif pair is not None and who.endswith(pair):
         who = f"the key {who}"
-    interleaved = None if silent else first.interleaved
-    native, mark = interleaved, getattr(source.family, "pairing_key", None)
-    if given is not None:
-        native = None if source.family is None or mark is not None else source.family.interleaved
-    family = _family(source)
+    kind, mark = _family(values), getattr(family, "pairing_key", None)
+    parts = [key for key, value in values.items() if isinstance(value, Mapping)]
+    parts = [key for key in parts if str(key).endswith("_config") and key != _QUANTISED]
     return Model(
         read.spec,
-        interleaved,
+        None if silent else rotated[0].interleaved,
         who,
-        _naming(stated, family),
+        _naming(stated, kind),
         stated,
         source.name,
-        _facts(values, found),
-        family,
+        {_QUANTISED: inside(found, _QUANTISED), **values, **inside(values, "attn_config")},
+        kind,
         assumed,
-        native,
+        None if family is None or mark is not None else family.interleaved,
         mark,
         tuple(source.prefix.split(".")[:-1]),
-        not (source.prefix or any(map(_is_section, values.items()))),
-        tuple(more),
+        not (source.prefix or parts),
     )
 
 
-def _is_section(item: tuple[str, Any]) -> bool:
-    """True for a key that may describe another part of a model, and its value."""
-    key, value = item
-    own = str(key).endswith("_config") and key != "quantization_config"
-    return own and isinstance(value, Mapping)
-
-
-def _family(source: Source) -> str | None:
-    """Return the model_type, which a section may inherit, or the name of another format."""
-    if formats.is_meta(source.values):
+def _family(values: Mapping[str, Any]) -> str | None:
+    """Return the model_type, or the name of another format."""
+    if formats.is_meta(values):
         return "meta"
-    if formats.is_megatron(source.values):
+    if formats.is_megatron(values):
         return "megatron"
-    known = (name for name, family in FAMILIES.items() if family is source.family)
-    own = source.values.get("model_type")
-    return next(known, own if isinstance(own, str) else None)
-
-
-def _facts(values: Mapping[str, Any], found: object) -> dict[str, Any]:
-    """Return the keys of a configuration, those of ``attn_config``, and GGUF's without the architecture."""
-    made = {**values, **inside(values, "attn_config")}
-    if isinstance(found, Mapping):
-        gguf = {key: value for key, value in found.items() if ".attention." in str(key)}
-        made |= {str(key).partition(".")[2]: value for key, value in gguf.items()}
-        made.setdefault("quantization_config", found.get("quantization_config"))
-    return made
+    own = values.get("model_type")
+    return own if isinstance(own, str) else None
 
 
 def describe(model: Model) -> str:
     """Describe a model in one line: its name and slice. The pairing is that of a checkpoint, not a model."""
-    specs = [model.specs] if isinstance(model.specs, RopeSpec) else list(model.specs.values())
+    specs = [model.specs] if isinstance(model.specs, RopeSpec) else [*model.specs.values()]
     widths = dict.fromkeys(Record.slice_of(spec) for spec in specs if spec)
     section = f" ({'.'.join(model.at)})" if model.at else ""
     return f"{model.name}{section}: {shown(list(widths))}"

@@ -8,7 +8,6 @@ gives the same hidden states once its weights are converted and its rotary funct
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,8 +20,8 @@ class Naming:
     """The names and packing of the projections of one kind of checkpoint.
 
     Attributes:
-        layer: regular expression of the name before a module; its group, if any, is the layer's number.
-        modules: name of a module (a regular expression) -> its role: ``q``, ``k``, ``qkv``, ``q gate``
+        layer: the name before a module, with ``*`` for a number; the first, if any, is the layer's.
+        modules: name of a module, with ``*`` for a number -> its role: ``q``, ``k``, ``qkv``, ``q gate``
             (each head's query rows, then as many gate rows), ``kv a`` (latent attention: the rotated
             rows come last), ``q norm``, ``k norm``; ``index q``, ``index k``, ``index k norm`` of a
             sparse indexer, whose heads have a size of their own and rotate from their first channel.
@@ -47,7 +46,7 @@ PACKINGS: dict[str, Callable[[int, int], str]] = {
 # The roles of modules; see `Naming`.
 ROLES = "q", "k", "qkv", "q gate", "kv a", "q norm", "k norm", "index q", "index k", "index k norm"
 
-_SELF = r"layers\.(\d+)\.self_attn\."
+_SELF = "layers.*.self_attn."
 _NORMS = {"q_norm": "q norm", "k_norm": "k norm"}
 _LAYERNORMS = {"q_layernorm": "q norm", "k_layernorm": "k norm"}
 _Q_K = {"q_proj": "q", "k_proj": "k"}
@@ -56,29 +55,29 @@ _MLA_MODULES = {"q_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "kv a"}
 # Checkpoints of DeepSeek V3.2 have these names too, but its code always pairs the indexer's
 # channels by halves: its naming omits them, and these rows stay.
 _INDEXER = {
-    r"indexer\.wq_b": "index q",
-    r"indexer\.wk": "index k",
-    r"indexer\.k_norm": "index k norm",
+    "indexer.wq_b": "index q",
+    "indexer.wk": "index k",
+    "indexer.k_norm": "index k norm",
 }
 
 # The namings, each named after its best-known family. `--naming` also accepts the keys of FAMILY_NAMING.
 NAMINGS: dict[str, Naming] = {
     "llama": Naming(_SELF, {**_Q_K, **_NORMS}),
-    "meta": Naming(r"layers\.(\d+)\.attention\.", {"wq": "q", "wk": "k"}),
+    "meta": Naming("layers.*.attention.", {"wq": "q", "wk": "k"}),
     "phi": Naming(_SELF, {**_Q_K, **_LAYERNORMS}),
     "hunyuan": Naming(_SELF, {**_Q_K, "query_layernorm": "q norm", "key_layernorm": "k norm"}),
     "stablelm": Naming(
         _SELF,
-        {**_Q_K, r"q_layernorm\.norms\.\d+": "q norm", r"k_layernorm\.norms\.\d+": "k norm"},
+        {**_Q_K, "q_layernorm.norms.*": "q norm", "k_layernorm.norms.*": "k norm"},
     ),
     "phi3": Naming(_SELF, {"qkv_proj": "qkv"}, "blocks"),
     "qwen3_next": Naming(_SELF, {"q_proj": "q gate", "k_proj": "k", **_NORMS}),
-    "gpt_neox": Naming(r"layers\.(\d+)\.attention\.", {"query_key_value": "qkv"}, "grouped"),
+    "gpt_neox": Naming("layers.*.attention.", {"query_key_value": "qkv"}, "grouped"),
     "persimmon": Naming(_SELF, {"query_key_value": "qkv", **_LAYERNORMS}, "grouped"),
-    "falcon": Naming(r"h\.(\d+)\.self_attention\.", {"query_key_value": "qkv"}, "grouped"),
-    "internlm2": Naming(r"layers\.(\d+)\.attention\.", {"wqkv": "qkv"}, "grouped"),
+    "falcon": Naming("h.*.self_attention.", {"query_key_value": "qkv"}, "grouped"),
+    "internlm2": Naming("layers.*.attention.", {"wqkv": "qkv"}, "grouped"),
     "megatron": Naming(
-        r"layers\.(\d+)\.self_attention\.",
+        "layers.*.self_attention.",
         {
             "linear_qkv": "qkv",
             "query_key_value": "qkv",
@@ -86,15 +85,15 @@ NAMINGS: dict[str, Naming] = {
         },
         "grouped",
     ),
-    "chatglm": Naming(r"layers\.(\d+)\.self_attention\.", {"query_key_value": "qkv"}, "blocks"),
-    "gptj": Naming(r"h\.(\d+)\.attn\.", _Q_K),
-    "codegen": Naming(r"h\.(\d+)\.attn\.", {"qkv_proj": "qkv"}, "quarters"),
-    "dbrx": Naming(r"blocks\.(\d+)\.norm_attn_norm\.attn\.", {"Wqkv": "qkv"}, "blocks"),
-    "modernbert": Naming(r"layers\.(\d+)\.attn\.", {"Wqkv": "qkv"}, "blocks"),
+    "chatglm": Naming("layers.*.self_attention.", {"query_key_value": "qkv"}, "blocks"),
+    "gptj": Naming("h.*.attn.", _Q_K),
+    "codegen": Naming("h.*.attn.", {"qkv_proj": "qkv"}, "quarters"),
+    "dbrx": Naming("blocks.*.norm_attn_norm.attn.", {"Wqkv": "qkv"}, "blocks"),
+    "modernbert": Naming("layers.*.attn.", {"Wqkv": "qkv"}, "blocks"),
     "deepseek": Naming(_SELF, _MLA_MODULES),
     "glm_moe_dsa": Naming(_SELF, {**_MLA_MODULES, **_INDEXER}),
-    "longcat_flash": Naming(r"layers\.(\d+)\.self_attn\.[01]\.", _MLA_MODULES),
-    "bert": Naming(r"layer\.(\d+)\.attention\.self\.", {"query": "q", "key": "k"}),
+    "longcat_flash": Naming("layers.*.self_attn.*.", _MLA_MODULES),
+    "bert": Naming("layer.*.attention.self.", {"query": "q", "key": "k"}),
     "moonshine": Naming(_SELF, _Q_K, several=True),
 }
 
@@ -118,13 +117,10 @@ FAMILY_NAMING: dict[str, str] = {
     family: naming for naming in NAMINGS for family in _BY_NAMING.get(naming, naming).split()
 }
 
-# Families whose code has as many key heads as query heads if the configuration does not state another
-# number. The code of all others has a constant of its own.
+# Families with fused projections whose code has as many key heads as query heads if the configuration does not state
+# another number. The code of the others has a constant of its own.
 KEY_HEADS_OPTIONAL = frozenset(
-    """apertus arcee codegen cohere cohere2 deepseek_v2 diffllama esm eurobert flex_olmo gpt_neox gptj
-    granite granitemoe granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe internlm2 llama
-    longcat_flash megatron meta modernbert olmo olmo2 olmo3 olmoe persimmon phi phi3
-    roformer""".split()
+    "codegen gpt_neox internlm2 megatron modernbert persimmon phi3".split()
 )
 
 # Prefixes of side parts (multi-token prediction), whose layers have the geometry of the main layers.
@@ -148,11 +144,11 @@ def own_naming(names: Mapping[str, str]) -> Naming:
                 f"naming must give {name!r} one of the roles {', '.join(ROLES)} but gives {role!r}"
             )
     columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    start = "".join(f"{column[0]}." for column in takewhile(lambda one: len({*one}) == 1, columns))
-    rest = {name: name.removeprefix(start) for name in names}
-    if any("*" in part for part in rest.values()):
+    alike = takewhile(lambda parts: len({*parts}) == 1, columns)
+    start = "".join(f"{part}." for part, *_ in alike)
+    rest = {name.removeprefix(start): role for name, role in names.items()}
+    if any("*" in name for name in rest):
         fail(
             f"the names of naming must begin alike up to the layer's number but are {', '.join(names)}"
         )
-    layer = re.escape(start).replace(r"\*", r"(\d+)")
-    return Naming(layer, {re.escape(rest[name]): role for name, role in names.items()})
+    return Naming(start, rest)

@@ -5,7 +5,6 @@ A folder has the record in a file beside its weights, a single file in its metad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,20 +22,10 @@ def known(checkpoint: Checkpoint) -> list[Record]:
     Raises:
         ValueError: the record is not one.
     """
-    return [record for each in checkpoint.files.values() for record in each] + beside(checkpoint)
-
-
-def beside(checkpoint: Checkpoint) -> list[Record]:
-    """Return the conversions in the record beside the weights, if it is about these files."""
-    return _in_folder(checkpoint.home, None if checkpoint.folder else checkpoint.path.name)
-
-
-def _in_folder(home: Path, file: str | None = None) -> list[Record]:
-    path = home / Record.file
-    values = load(path) if path.is_file() else {}
-    if not values or file not in (None, *(values.get("files") or [])):
-        return []
-    return Record.listed(values.get("conversions"), Record.file)
+    file = None if checkpoint.folder else checkpoint.path.name
+    return [one for each in checkpoint.files.values() for one in each] + _beside(
+        checkpoint.home, file
+    )
 
 
 def known_at(home: Path) -> list[Record]:
@@ -48,13 +37,22 @@ def known_at(home: Path) -> list[Record]:
     try:
         found = open_checkpoint(home)
     except (OSError, ValueError):
-        return _in_folder(home)
+        return _beside(home)
     return known(found)
 
 
-def whence(record: Record) -> str:
-    """Name a record as the source of a pairing."""
-    return f"the conversion record {'' if record.where == Record.file else 'in '}{record.where}"
+def _beside(home: Path, file: str | None = None) -> list[Record]:
+    """Return the conversions in the record beside the weights, if it is about this file."""
+    path = home / Record.file
+    values = load(path) if path.is_file() else {}
+    if not values or file not in (None, *(values.get("files") or [])):
+        return []
+    return Record.listed(values.get("conversions"), Record.file)
+
+
+def whence(where: str) -> str:
+    """Name the record in a file as the source of a pairing."""
+    return f"the conversion record {'' if where == Record.file else 'in '}{where}"
 
 
 def settled(checkpoint: Checkpoint, model: Model, plan: Plan, records: list[Record]) -> Model:
@@ -67,42 +65,37 @@ def settled(checkpoint: Checkpoint, model: Model, plan: Plan, records: list[Reco
     if model.stated.source is not None:
         return model
     names = {change.entry.name for change in plan.changes}
-    about = [record for record in records if names & (record.tensors | record.left)]
-    there = {entry.name for entry in checkpoint.entries}
-    lost = {name for record in records for name in record.tensors} - there
-    if lost and not about and checkpoint.folder is not None:
+    lost = {name for record in records for name in record.tensors} - {*plan.left, *names}
+    told = {name: _told(name, records) for name in names}
+    stated = [pair for each in told.values() for pair in each.items()]
+    if lost and not stated and checkpoint.folder is not None:
         fail(
             f"the tensors of a conversion record must be in the checkpoint but {shown(sorted(lost))} are not, perhaps "
             f"because they were renamed: pass --from, or remove {records[0].where} if it is about other weights"
         )
-    if not about:
+    if not stated:
         return model
-    stated = {(record.where, _of(record, name)) for record in about for name in names} - {
-        (record.where, None) for record in about
-    }
-    bare = sorted(name for name in names if all(_of(record, name) is None for record in about))
-    if bare or len({pairing for _, pairing in stated}) > 1:
-        parts = [f"{where}: {pairing_name(bool(pairing))}" for where, pairing in sorted(stated)]
+    bare = sorted(name for name, each in told.items() if not each)
+    if bare or len({interleaved for _, interleaved in stated}) > 1:
+        parts = [f"{where}: {pairing_name(pairing)}" for where, pairing in sorted({*stated})]
         parts += [f"nothing about {shown(bare, 1)}"] * bool(bare)
         fail(
             f"conversion records must agree but state {', '.join(parts)}: pass --from if all have one pairing"
         )
     for change in plan.changes:
-        for record in about:
+        for record in records:
             if change.entry.name in record.tensors and not _same_rows(record, change):
                 fail(
                     f"{record.where} must be about the rows of {change.entry.name} that would move but states others: "
                     "state the slice, heads and packing of that conversion, or pass --from"
                 )
-    first = _of(about[0], min(names & (about[0].tensors | about[0].left)))
-    return replace(model, interleaved=first, who=whence(about[0]), assumed=False)
+    where, interleaved = stated[0]
+    return replace(model, interleaved=interleaved, who=whence(where), assumed=False)
 
 
-def _of(record: Record, name: str) -> bool | None:
-    """Return whether a record states that a tensor is interleaved; None if it is not about it."""
-    if name in record.tensors:
-        return record.interleaved
-    return not record.interleaved if name in record.left else None
+def _told(name: str, records: list[Record]) -> dict[str, bool]:
+    """Return what records state of a tensor: file of the record -> whether the tensor is interleaved."""
+    return {record.where: record.interleaved for record in records if name in record.tensors}
 
 
 def _same_rows(record: Record, change: Change) -> bool:
@@ -116,79 +109,42 @@ def _rows(change: Change) -> dict[str, Any]:
     return {"width": change.width, "first_rows": [*change.queries, *change.keys]}
 
 
-def undone(plan: Plan, records: list[Record], to: str) -> set[str]:
-    """Return the planned tensors that get back the order of rows that they had before a recorded conversion."""
-    return {
-        change.entry.name
-        for change in plan.changes
-        for record in records
-        if change.entry.name in record.tensors
-        and record.values.get("was") == to != record.values["pairing"]
-        and _same_rows(record, change)
-    }
+def after(model: Model, plan: Plan, records: list[Record], to: str) -> list[dict[str, Any]]:
+    """Return the records after a conversion, as they are stored: those of other tensors, and its own.
 
-
-def kept(
-    records: Iterable[Record], model: Model, plan: Plan, interleaved: bool
-) -> list[dict[str, Any]]:
-    """Return the conversions that still hold of other tensors than the planned ones, as they are stored."""
+    It has none of tensors that get back the order of rows that they had before.
+    """
     names = {change.entry.name for change in plan.changes}
     made = []
     for record in records:
-        rows = [
-            {
-                **each,
-                "tensors": {k: layer for k, layer in each["tensors"].items() if k not in names},
-            }
-            for each in record.values["rows"]
+        parts = [
+            {**rows, "tensors": {k: n for k, n in rows["tensors"].items() if k not in names}}
+            for rows in record.values["rows"]
         ]
-        left = set(record.left)
-        if (record.section, record.model) == (section_of(model), model.name):
-            left = left - names if record.interleaved == interleaved else left | names
-        if rows := [each for each in rows if each["tensors"]]:
-            made.append({**record.values, "left": sorted(left), "rows": rows})
-    return made
-
-
-def entry(
-    model: Model, plan: Plan, records: list[Record], to: str, source: str
-) -> dict[str, Any] | None:
-    """Return the record of a conversion, as it is stored; None if it undoes others."""
-    back = undone(plan, records, to)
-    rows: dict[str, dict[str, Any]] = {}
+        if rows := [each for each in parts if each["tensors"]]:
+            made.append({**record.values, "rows": rows})
+    own: dict[str, dict[str, Any]] = {}
     for change in plan.changes:
+        back = any(
+            change.entry.name in record.tensors
+            and record.values.get("was") == to
+            and _same_rows(record, change)
+            for record in records
+        )
         spec = model.of(change.layer)
-        if change.entry.name not in back and spec is not None:
-            at = Record.slice_of(spec)
-            made = {"slice": at, **_rows(change), "tensors": {}}
-            rows.setdefault(str(made), made)["tensors"][change.entry.name] = change.layer
-    if not rows:
-        return None
-    return {
-        "pairing": to,
-        "was": source,
-        "model": model.name,
-        "section": section_of(model),
-        "prefixes": sorted({change.prefix for change in plan.changes}),
-        "left": sorted(left_apart(model, plan, records, to)),
-        "rows": [*rows.values()],
-    }
-
-
-def left_apart(model: Model, plan: Plan, records: list[Record], to: str) -> set[str]:
-    """Return the tensors of the same section that the conversion leaves in the other pairing."""
-    if not (model.alone or model.naming.several):
-        return set()  # other prefixes are those of other sections
-    interleaved = to == "interleaved"
-    stated: Mapping[str, bool] = {
-        name: bool(_of(record, name))
-        for name in plan.apart
-        for record in records
-        if _of(record, name) is not None
-    }
-    return {name for name in plan.apart if stated.get(name, not interleaved) != interleaved}
-
-
-def section_of(model: Model) -> str | None:
-    """Return the section of the configuration that describes the model; None without a configuration."""
-    return None if model.at is None else ".".join(model.at)
+        if spec is not None and not back:
+            one = {"slice": Record.slice_of(spec), **_rows(change), "tensors": {}}
+            own.setdefault(str(one), one)["tensors"][change.entry.name] = change.layer
+    if own:
+        values = {
+            "pairing": to,
+            "was": pairing_name(to != "interleaved"),
+            "model": model.name,
+            # Of a part of a section, no section is known.
+            "section": None if model.at is None or plan.partial else ".".join(model.at),
+            "prefixes": sorted({change.prefix for change in plan.changes}),
+            "left": [],
+            "rows": [*own.values()],
+        }
+        made.append(values)
+    return made

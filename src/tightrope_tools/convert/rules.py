@@ -13,6 +13,7 @@ from .files import fail
 
 MOVES, STAYS, REFUSED = "moves", "stays", "refused"
 SCALE = "a scale of rows"
+GATED = "about gates among the rows of queries, and no tensor holds them alone"
 # Where a rule looks.
 PART = "a part of a projection"
 BESIDE = "beside projections"
@@ -70,7 +71,7 @@ _LIST = "list it (--naming), merge, rename or remove it"
 _ORDER = "about another order of fused rows than --packing {0}"
 _CODEGEN = "pass --packing {0} if the model's code has mp_num 4"
 _PARALLEL = "(?:tensor_model_parallel|tensor_parallel|model_parallel|tp|mp)_size"
-_GATED = (
+_GATE_KEYS = (
     "attention_output_gate|attn_output_gate|elementwise_attn_output_gate|headwise_attn_output_gate|use_output_gate|"
     "use_gated_attention|linear_qgkv|gating"
 )
@@ -104,10 +105,10 @@ RULES = (
         *(REFUSED, BESIDE, rf"{_SIDE}_?{_KIND}|{_KIND}_?{_SIDE}"),
         *("named like a norm of queries or keys, and the naming does not list it", _LIST),
     ),
-    # Those of a latent (q_a_layernorm, k_b_proj) have channels that do not rotate.
+    # Those of a latent (q_a_layernorm, k_b_proj, wkv_b) have channels that do not rotate.
     Rule(
         *(REFUSED, BESIDE),
-        rf"(?:.*_)?(?:{_SIDE}(?:(?:bias|conv|gain|gamma|scale).*|_(?![ab]_).*)?|qgkv|qkvg)",
+        rf"(?:.*_|w)?(?:{_SIDE}(?:(?:bias|conv|gain|gamma|scale|proj|lin).*|_(?![ab](?:_|\b)).*)?|qgkv|qkvg)|c_attn|in_proj_weight",
         *("named like channels of queries or keys, and the naming does not list it", _LIST),
         whole=True,
     ),
@@ -116,16 +117,7 @@ RULES = (
         *("of a module of another kind", "it has no RoPE"),
     ),
     Rule(
-        *(REFUSED, LAYER),
-        r"(?:to_|c_|linear_|proj_|w)?(?:q|k|qk|qkv|query|queries|key|keys|query_key|query_key_value)"
-        r"(?:_?(?:proj|projection|lin|linear|weight))?|c_attn|in_proj_weight",
-        "named like a projection, and the naming does not list it",
-        "pass the whole checkpoint, rename or split it, or state layer_types",
-        whole=True,
-    ),
-    Rule(
-        *(REFUSED, KEY, _GATED),
-        "about gates among the rows of queries, and no tensor holds them alone",
+        *(REFUSED, KEY, _GATE_KEYS, GATED),
         "only attn_output_gate is supported, with --naming qwen3_next",
     ),
     Rule(

@@ -1,14 +1,14 @@
 """Check on random activations that a conversion leaves attention scores unchanged.
 
-In each layer of the original and of the copy, random activations pass through the projections in float64,
-with biases and norms. The original's queries and keys are rotated with the old pairing, the copy's with the
+In each layer of the original and of the copy, random activations pass through the projections in float64; biases, scales
+and the weights of norms are added. The original's queries and keys are rotated with the old pairing, the copy's with the
 new one. The scores may differ only because float64 sums have another order. As a control, the copy's scores
 are also computed with the old pairing; that difference is reported as `unswitched`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,6 @@ from tightrope.functional import rotate
 from tightrope.spec import RopeSpec
 
 from .files import Entry, fail
-from .model import Model
 from .plan import Change
 
 _TOKENS = 12
@@ -42,110 +41,73 @@ class Verified:
     unswitched: float
 
 
-def verify(
-    changes: Iterable[Change],
-    copies: Mapping[str, Entry],
-    model: Model,
-    interleaved: bool,
-    report: Callable[[float, str], None],
-) -> Verified:
+def verify(changes: Iterable[Change], copies: Mapping[str, Entry], interleaved: bool) -> Verified:
     """Compare attention scores before and after a conversion.
 
     Args:
         changes: the tensors whose rows moved.
         copies: the tensors of the converted copy, by name.
         interleaved: whether the copies pair neighbours.
-        report: called with the fraction done, from 0.8 to 1, and a short text.
 
     Raises:
         ValueError: scores differ, or no layer has weights for both queries and keys.
     """
     layers: dict[tuple[str, bool], list[Change]] = {}
     for change in changes:
-        layers.setdefault((change.place, change.role.startswith("index")), []).append(change)
-    compared: set[str] = set()
-    worst, weakest = 0.0, float("inf")
-    for number, ((place, indexer), parts) in enumerate(layers.items()):
-        report(0.8 + 0.2 * number / len(layers), "comparing scores")
-        spec = model.of(parts[0].layer)
+        layers.setdefault((change.place, change.is_index), []).append(change)
+    worst: dict[str, float] = {}
+    weakest = float("inf")
+    for (place, _), parts in layers.items():
         weights = [one for one in parts if one.is_weight]
-        if spec is None or not all(
-            any(getattr(one, side) for one in weights) for side in ("queries", "keys")
-        ):
+        if not (any(one.queries for one in weights) and any(one.keys for one in weights)):
             continue
-        plain = RopeSpec(
-            spec.head_dim,
-            base=10000.0,
-            rotary_dim=spec.rotary_dim,
-            start=spec.start,
-            interleaved=not interleaved,
-        )
-        if indexer:
-            plain = replace(plain, head_dim=model.size("index_head_dim") or spec.head_dim, start=0)
         copied = [replace(one, entry=copies[one.entry.name]) for one in parts]
-        old = _scores(parts, plain, number)
-        new = _scores(copied, replace(plain, interleaved=interleaved), number)
-        wrong = _scores(copied, plain, number)
+        old = _scores(parts, not interleaved)
         size = old.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-        difference = float((old - new).abs().max() / size)
-        if not difference <= BOUND:
-            where = f"{place}.indexer" if indexer else place
+        new, wrong = (
+            float((old - _scores(copied, pairing)).abs().max() / size)
+            for pairing in (interleaved, not interleaved)
+        )
+        if not new <= BOUND:
             fail(
-                f"scores must stay the same but those of {where} differ by {difference:.2g} of the largest "
-                f"score, or are NaN"
+                f"scores must stay the same but those of {place} differ by {new:.2g} of the largest score, or are NaN"
             )
-        compared.add(place)
-        worst = max(worst, difference)
-        weakest = min(weakest, float((old - wrong).abs().max() / size))
-    report(1.0, "")
-    if not compared:
+        worst[place] = max(new, worst.get(place, 0.0))
+        weakest = min(weakest, wrong)
+    if not worst:
         fail("to compare scores a layer must have weights for queries and keys but none has both")
-    return Verified(len(compared), worst, weakest)
+    return Verified(len(worst), max(worst.values()), weakest)
 
 
-def _scores(parts: list[Change], spec: RopeSpec, seed: int) -> torch.Tensor:
+def _scores(parts: list[Change], interleaved: bool) -> torch.Tensor:
     """Rotate queries and keys at distant positions; return their scores, ``(heads, tokens, tokens)``."""
+    spec = RopeSpec(parts[0].width, interleaved=interleaved)
     positions = torch.arange(_TOKENS) * _STRIDE
-    q, k = (
-        rotate(_vectors(parts, side, spec, seed)[None].contiguous(), spec, positions)[0]
-        for side in ("queries", "keys")
-    )
+    q, k = (rotate(_vectors(parts, side)[None], spec, positions)[0] for side in ("queries", "keys"))
     repeats = max(q.shape[0] // k.shape[0], 1)
     return q @ k.repeat_interleave(repeats, 0)[: q.shape[0]].transpose(-1, -2)
 
 
-def _vectors(parts: list[Change], side: str, spec: RopeSpec, seed: int) -> torch.Tensor:
-    """Return the queries or keys of a layer, ``(heads, tokens, head_dim)``, with its norms applied."""
-    width, start = spec.head_dim, spec.start
-    made = []
-    for weight in (one for one in parts if one.is_weight):
-        generator = torch.Generator().manual_seed(seed)
-        shape = _TOKENS, weight.entry.shape[1]
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        beside = [one for one in parts if one.module == weight.module and not one.is_weight]
-        for first in getattr(weight, side):
-            # Of a shared key, the rows that rotate are all that is read.
-            latent = weight.role == "kv a"
-            begin, count = (first, weight.width) if latent else (first - start, width)
-            head = x @ weight.entry.rows(begin, count, weight.units).T
-            for one in (one for one in beside if one.units == weight.units):
-                row = one.entry.rows(begin, count, one.units)[:, 0]
-                head = head * row if "scale" in one.suffix else head + row
-            if latent:
-                head = torch.nn.functional.pad(head, (start, width - start - count))
-            made.append(head)
-    heads = torch.stack(made)
-    norms = [one for one in parts if one.role.endswith("norm") and getattr(one, side)]
-    if norms:
-        heads = heads / heads.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
-    for suffix in ("weight", "bias"):
-        rows = [
-            one.entry.rows(first - start, width, one.units)[:, 0]
-            for one in norms
-            if one.suffix == suffix
-            for first in getattr(one, side)
-        ]
-        if rows:
-            row = torch.stack(rows)[:, None]
-            heads = heads * row if suffix == "weight" else heads + row
-    return heads
+def _vectors(parts: list[Change], side: str) -> torch.Tensor:
+    """Return the rotated channels of queries or keys, ``(heads, tokens, width)``.
+
+    Biases, scales and norms are added: whatever is computed channel by channel shows a channel in a wrong place.
+    """
+    own = [one for one in parts if getattr(one, side)]
+    heads = [
+        torch.stack(
+            torch.broadcast_tensors(*(_rows(one, side) for one in own if one.module == module))
+        ).sum(0)
+        for module in dict.fromkeys(one.module for one in own if one.is_weight)
+    ]
+    norms = sum(_rows(one, side) for one in own if one.is_norm)
+    return (torch.cat(heads) + norms).transpose(1, 2).contiguous()
+
+
+def _rows(one: Change, side: str) -> torch.Tensor:
+    """Return the rotated rows of each head, ``(heads, width, 1)``; of a matrix, of its product with random tokens."""
+    rows = one.heads(side)
+    if rows.shape[-1] == 1:
+        return rows
+    generator = torch.Generator().manual_seed(one.layer)
+    return rows @ torch.randn((rows.shape[-1], _TOKENS), generator=generator, dtype=torch.float64)

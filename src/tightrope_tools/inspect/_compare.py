@@ -185,33 +185,22 @@ def _disagreement(
 ) -> Disagreement:
     with decimal.localcontext(CONTEXT):
         apart = [_modulo(x - y) for x, y in zip(mine, theirs, strict=True)]
-        found = [(*_furthest(difference, context), pair) for pair, difference in enumerate(apart)]
-        largest, position, pair = max(found, default=(Decimal(0), 0, 0), key=lambda each: each[0])
+        found = [(Decimal(0), 0, 0)]
+        for pair, step in enumerate(apart):
+            # The difference grows up to half a turn, or to the end of the context.
+            half = int(TWO_PI / 2 / step) if step else 0
+            places = [min(half + more, context - 1) for more in (0, 1)]
+            found += [(_modulo(step * place), place, pair) for place in places]
+        largest, position, pair = max(found, key=lambda each: each[0])
         fastest = max(apart, default=Decimal(0))
-        # The first positions that reach an angle; beyond the context if no pair differs.
-        noticed, lost = (
+        first = [
             math.ceil(Decimal(angle) / fastest) if fastest else context for angle in (NOTICED, LOST)
-        )
-        return Disagreement(
-            context,
-            float(largest),
-            position,
-            pair,
-            noticed if noticed < context else None,
-            lost if lost < context else None,
-        )
+        ]
+    noticed, lost = (place if place < context else None for place in first)
+    return Disagreement(context, float(largest), position, pair, noticed, lost)
 
 
 def _modulo(difference: Decimal) -> Decimal:
     """Reduce an angle per position to [0, π]; whole turns vanish as positions are integers."""
     turns = (difference / TWO_PI).to_integral_value(decimal.ROUND_HALF_EVEN)
     return abs(difference - turns * TWO_PI)
-
-
-def _furthest(difference: Decimal, context: int) -> tuple[Decimal, int]:
-    """Return the largest angle that a difference in radians per position reaches in a context, and where."""
-    if difference == 0:
-        return Decimal(0), 0
-    half = int(TWO_PI / 2 / difference)
-    candidates = {min(position, context - 1) for position in (half, half + 1)}
-    return max((_modulo(difference * position), position) for position in candidates)

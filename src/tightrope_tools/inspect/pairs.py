@@ -63,25 +63,16 @@ def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[
     heads = 1 if scaled.shape is None else scaled.shape[-2]
     made = []
     for index, omega in enumerate(scaled.exact):
-        pair, axis = index % count, None
+        pair, head, axis = index % count, None, None
+        if scaled.shape is not None:
+            head = index // count % heads
+            axis = index // (count * heads) if len(scaled.shape) == 3 else None
         if spec.axes is not None:
             axis = spec.axes.pairs[pair][0]
-        elif scaled.shape is not None and len(scaled.shape) == 3:
-            axis = index // (count * heads)
-        made.append(
-            PairRow(
-                index=index,
-                channels=_channels(spec, pair),
-                axis=axis,
-                head=index // count % heads if scaled.shape is not None else None,
-                inv_freq=float(omega),
-                wavelength=_wavelength(omega),
-                unscaled=_wavelength(plain[pair]),
-                slower=_ratio(plain[pair], omega),
-                turns=_turns(omega, context),
-                turns_trained=_turns(plain[pair], trained),
-            )
-        )
+        alone = plain[pair]
+        waves = _wavelength(omega), _wavelength(alone), _ratio(alone, omega)
+        turns = _turns(omega, context), _turns(alone, trained)
+        made.append(PairRow(index, _channels(spec, pair), axis, head, float(omega), *waves, *turns))
     return tuple(made)
 
 

@@ -50,18 +50,16 @@ def draw(path: Path, inspections: Sequence[Inspection]) -> None:
 
     Args:
         path: .png, .pdf or .svg.
-        inspections: with several, the angles of each are compared with those of the first.
+        inspections: the configurations; the errors are those of the first rotation.
 
     Raises:
         OSError: the path cannot be written.
         ValueError: matplotlib does not support the format, there is no rotation or more than six, or
             in one of them no pair turns.
     """
-    several = len(inspections) > 1
     curves = _curves(inspections)
-    panels = [_wavelengths, _disagreement if several else _scaling, _decay, _errors]
-    if not several and all(curve.part.spec.scaling is None for curve in curves):
-        panels.remove(_scaling)
+    scaled = any(curve.part.spec.scaling is not None for curve in curves)
+    panels = [_wavelengths, *[_scaling] * scaled, _decay, _errors]
     with styled():
         figure = new_figure(10.0, 7.6)
         names = " and ".join(_short(each.name) for each in inspections)
@@ -136,22 +134,6 @@ def _scaling(axes: Axes, curves: list[_Curve]) -> None:
         axes.axvspan(slow[0] - 0.5, slow[-1] + 0.5, color=MUTED, alpha=0.14, lw=0, label=name)
 
 
-def _disagreement(axes: Axes, curves: list[_Curve]) -> None:
-    axes.set(title="Difference of angles from the first", xscale="log", yscale="log")
-    axes.set(xlabel="position", ylabel="largest difference of any pair, rad", ylim=(1e-6, 6))
-    context = max(curve.context for curve in curves)
-    positions = sample(context)[1:]
-    first = phases_at(curves[0].part.spec, positions, context)
-    for label, colour, part in curves[1:]:
-        phases = phases_at(part.spec, positions, context)
-        if phases.shape == first.shape:
-            apart = (phases - first).double().abs().amax(-1) * (2 * math.pi * 2.0**-64)
-            middles, _, _, largest = _binned(positions, apart)
-            axes.plot(middles, largest, color=colour, label=label)
-        else:
-            axes.plot([], color=colour, label=f"{label}: another number of pairs")
-
-
 def _decay(axes: Axes, curves: list[_Curve]) -> None:
     axes.set(title="Score of equal content by distance", xscale="log")
     axes.set(xlabel="distance, positions", ylabel="mean of cos over pairs")
@@ -159,7 +141,14 @@ def _decay(axes: Axes, curves: list[_Curve]) -> None:
         distances = sample(curve.context)[1:]
         phases = phases_at(curve.part.spec, distances, curve.context)
         scores = angles.cos_sin(phases, torch.float64)[0].mean(-1)
-        middles, lowest, mean, highest = _binned(distances, scores)
+        bins, places = (distances.log2() * _BINS).floor().unique(return_inverse=True)
+        lowest, mean, highest = (
+            torch.zeros(len(bins), dtype=torch.float64).scatter_reduce(
+                0, places, scores, how, include_self=False
+            )
+            for how in ("amin", "mean", "amax")
+        )
+        middles = 2.0 ** ((bins + 0.5) / _BINS)
         axes.fill_between(middles, lowest, highest, color=curve.colour, alpha=0.18, lw=0)
         axes.plot(middles, mean, color=curve.colour, lw=1.4, label=curve.label)
     axes.axhline(0, color=MUTED, lw=0.8)
@@ -172,18 +161,7 @@ def _errors(axes: Axes, curves: list[_Curve]) -> None:
     positions = sample(min(EXACT, max(4 * first.context, 2**20)))[1:]
     errors = errors_at(first.part.spec, positions, first.context)
     for method, colour in zip((WORDS, FLOAT32, POSITIONS, FREQUENCIES), COLOURS, strict=False):
-        middles, _, _, worst = _binned(positions, errors[method].cummax(0).values)
-        axes.plot(middles, worst, color=colour, label=method)
+        axes.plot(positions, errors[method].cummax(0).values, color=colour, label=method)
     limit = ROUNDINGS["bfloat16"]
     axes.axhline(limit, color=MUTED, lw=1.1, ls="-.", label="rounding of a bfloat16")
     axes.axvline(first.context, color=INK, lw=0.9, ls="--", label=f"context, {first.context:,}")
-
-
-def _binned(positions: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the middles of bins of positions, and the smallest, mean and largest value in each."""
-    bins, places = (positions.double().log2() * _BINS).floor().unique(return_inverse=True)
-    of_bins = [
-        torch.zeros_like(bins).scatter_reduce(0, places, values, how, include_self=False)
-        for how in ("amin", "mean", "amax")
-    ]
-    return [2.0 ** ((bins + 0.5) / _BINS), *of_bins]

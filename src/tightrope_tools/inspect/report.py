@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from tightrope._errors import bad_value, integer, public
 from tightrope.spec import RopeSpec
@@ -65,26 +62,20 @@ class PartReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON types; infinite values and NaN become null."""
+        made: dict[str, Any] = plain(dataclasses.asdict(self))
+        del made["part"]
+        for pair, row in zip(self.pairs, made["pairs"], strict=True):
+            row["effect"] = pair.effect if self.spec.scaling is not None else None
+        fields = [
+            dict(zip(("field", "value", "source"), plain(one), strict=True)) for one in self.fields
+        ]
+        first = {"name": self.name, "layers": self.part.layers}
         return {
-            "name": self.name,
-            "layers": self.part.layers,
+            **first,
+            **made,
             "spec": self.spec.to_dict(),
-            "fields": [
-                {"field": one.name, "value": plain(one.value), "source": one.source}
-                for one in self.fields
-            ],
-            "context": self.context,
-            "trained": self.trained,
-            "attention_scaling": self.attention_scaling,
-            "softmax_scaling": self.softmax_scaling,
-            "pairs": [
-                {key: plain(value) for key, value in dataclasses.asdict(pair).items()}
-                | {"effect": pair.effect if self.spec.scaling is not None else None}
-                for pair in self.pairs
-            ],
+            "fields": fields,
             "exact_below": EXACT,
-            "exactness": dataclasses.asdict(self.exactness),
-            "notes": [dataclasses.asdict(note) for note in self.notes],
         }
 
 
@@ -120,27 +111,14 @@ class Inspection:
 
 
 @public("inspect")
-def inspect(  # noqa: PLR0913  (one argument for each option)
-    config: object,
-    *,
-    context: int | None = None,
-    layer_type: str | None = None,
-    section: str | None = None,
-    strict: bool = True,
-    base: float | None = None,
-    interleaved: bool | None = None,
-    rotary_dim: int | None = None,
-    start: int | None = None,
-    rope_layers: str | Collection[str] | None = None,
-    inv_freq: torch.Tensor | None = None,
-) -> Inspection:
+def inspect(config: object, *, context: int | None = None, **stated: Any) -> Inspection:
     """Inspect a model's rotary embedding.
 
     Args:
         config: any input of :meth:`tightrope.RopeSpec.from_config` (a mapping, an object, a model, the
             path of a JSON or GGUF file, or of a folder), the JSON of a spec, or a spec.
         context: the context length; by default that of the configuration.
-        layer_type, section, strict, base, interleaved, rotary_dim, start, rope_layers, inv_freq: as in
+        stated: layer_type, section, strict, base, interleaved, rotary_dim, start, rope_layers and inv_freq, as in
             :meth:`tightrope.RopeSpec.from_config`; without a section, every section that rotates is read.
 
     Raises:
@@ -158,18 +136,7 @@ def inspect(  # noqa: PLR0913  (one argument for each option)
         context = integer("context", context, tensors=True)
         if not 1 <= context <= EXACT:
             raise bad_value(f"context must lie in [1, {EXACT}] but got {context}")
-    name, form, parts = read(
-        config,
-        layer_type=layer_type,
-        section=section,
-        strict=strict,
-        base=base,
-        interleaved=interleaved,
-        rotary_dim=rotary_dim,
-        start=start,
-        rope_layers=rope_layers,
-        inv_freq=inv_freq,
-    )
+    name, form, parts = read(config, **stated)
     return Inspection(
         name,
         form,
@@ -195,10 +162,12 @@ def _report(part: Part, spec: RopeSpec, context: int | None) -> PartReport:
     return dataclasses.replace(made, notes=notes_on(made))
 
 
-def plain(value: object) -> object:
+def plain(value: Any) -> Any:
     """Return a value in JSON types: null for NaN and infinity, the text of any other object."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
     return value if value is None or isinstance(value, str | int) else repr(value)

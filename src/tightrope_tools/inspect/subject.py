@@ -112,19 +112,13 @@ def read(
 
 
 def _of_spec(spec: RopeSpec, source: str) -> Part:
-    rows = []
-    for each in fields(spec):
-        value = getattr(spec, each.name)
-        if not isinstance(value, Rule):
-            rows.append(Field(each.name, value, source))
-            continue
-        rows.append(Field(each.name, type(value).__name__, source))
-        rows += [
-            Field(f"{each.name}.{key}", one, source)
-            for key, one in value.to_dict().items()
-            if key != "rule" and one is not None
-        ]
-    return Part("", spec, tuple(rows))
+    values = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    if isinstance(rule := spec.scaling, Rule):
+        inner = {f"scaling.{key}": value for key, value in rule.to_dict().items() if key != "rule"}
+        values |= {"scaling": type(rule).__name__} | {
+            k: v for k, v in inner.items() if v is not None
+        }
+    return Part("", spec, tuple(Field(name, value, source) for name, value in values.items()))
 
 
 def _parts_of(provenance: Provenance, section: str, record: files.Record | None) -> Iterator[Part]:
@@ -134,18 +128,20 @@ def _parts_of(provenance: Provenance, section: str, record: files.Record | None)
     if isinstance(provenance.spec, LayerSpecs):
         specs, layers = provenance.spec, provenance.spec.layers
     for layer, spec in specs.items():
-        name = ": ".join(filter(None, (section, layer)))
         at = tuple(number for number, one in enumerate(layers or ()) if one == layer)
-        count = None if layers is None else len(at)
-        if spec is None:
-            why = "these layers do not rotate"
-            yield Part(name, None, (), provenance.context, count, why, at)
-            continue
         rows = [Field(*row[1:]) for row in provenance.rows if layer in (None, row.layer)]
         if record is not None:
             rows = [
-                row._replace(source=whence(record)) if row.name == "interleaved" else row
+                row._replace(source=whence(record.where)) if row.name == "interleaved" else row
                 for row in rows
             ]
-        more = {"at": at, "temperature": provenance.temperature}
-        yield Part(name, spec, tuple(rows), provenance.context, count, **more)  # type: ignore[arg-type]
+        yield Part(
+            ": ".join(filter(None, (section, layer))),
+            spec,
+            () if spec is None else tuple(rows),
+            provenance.context,
+            None if layers is None else len(at),
+            "these layers do not rotate" if spec is None else None,
+            at,
+            provenance.temperature,
+        )

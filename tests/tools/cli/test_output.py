@@ -287,7 +287,7 @@ def test_failures_of_the_machine(
         raise OSError(number, os.strerror(number), "somewhere")
 
     source = write(tmp_path / "model", llama_tensors())
-    monkeypatch.setattr(conversion, "_reorder", fails)
+    monkeypatch.setattr(conversion, "reorder", fails)
     made = call(main, "convert", source, tmp_path / "out", "--to", "interleaved", "--json")
     assert made == (code, "", f"Error: somewhere: {os.strerror(number)}.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -114,26 +114,17 @@ def test_other_weights_do_not_come_along(tmp_path: Path, source: Path) -> None:
     assert set(done.ignored) == {*others, ".git", "secret"}
 
 
-@pytest.mark.parametrize(
-    "text, marked",
-    [
-        (
-            '{\n    "a": [1,2],\n    "rope_interleave":true,{}\n}',
-            '{\n    "a": [1,2],\n    "rope_interleave":false,{}\n}',
-        ),
-        ('{\n  "a": [1,2],{}\n}\n', '{\n  "rope_interleave": false,\n  "a": [1,2],{}\n}\n'),
-        ('{"rope_interleave": null,{}}', '{"rope_interleave": false,{}}'),
-    ],
-)
-def test_a_configuration_that_states_the_pairing_changes_as_little_as_it_can(
-    tmp_path: Path, text: str, marked: str
-) -> None:
-    keys = json.dumps(DEEPSEEK)[1:-1]
-    source = write(tmp_path / "a", latent_tensors())
-    (source / "config.json").write_text(text.replace("{}", keys), encoding="utf-8")
+@pytest.mark.parametrize("before", [{"rope_interleave": True}, {"rope_interleave": None}, {}])
+def test_a_configuration_that_states_the_pairing(tmp_path: Path, before: dict[str, Any]) -> None:
+    """It is written as transformers writes it; one that states the pairing already keeps its bytes."""
+    config = {"a": [1, 2], **before, **DEEPSEEK}
+    source = write(tmp_path / "a", latent_tensors(), config)
     convert(source, tmp_path / "b", to="half")
     found = (tmp_path / "b" / "config.json").read_text("utf-8")
-    assert found == marked.replace("{}", keys)
+    assert found == json.dumps({**config, "rope_interleave": False}, indent=2) + "\n"
+    (source / "config.json").write_text(json.dumps({**DEEPSEEK, "rope_interleave": False}))
+    convert(source, tmp_path / "c", to="half", stated=Stated(source="interleaved"))
+    assert contents(tmp_path / "c")["config.json"] == contents(source)["config.json"]
 
 
 # --- folders and files that are no checkpoint -----------------------------------------------------
@@ -174,33 +165,6 @@ def test_an_index_may_not_be_a_link_to_elsewhere(tmp_path: Path, shards: Path) -
     (tmp_path / "c" / INDEX).symlink_to(shards / INDEX)
     with refused("the index .* must be a file inside its folder but is a link"):
         convert(tmp_path / "c" / INDEX, tmp_path / "b", to="interleaved")
-
-
-@pytest.mark.parametrize("kind", ["file", "folder", "shards"])
-def test_the_answer_to_a_pickle_saves_it(tmp_path: Path, kind: str) -> None:
-    tensors = llama_tensors()
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # shared, and not contiguous
-    tensors["transposed"] = torch.randn(3, 4).T
-    source, names = write(tmp_path / "a", {"x": torch.zeros(1)}), list(tensors)
-    (source / "model.safetensors").unlink()
-    torch.save({"step": 1}, source / "optimizer.pt")
-    parts = {"pytorch_model.bin": names}
-    if kind == "shards":
-        parts = {f"pytorch_model-{n + 1:05d}-of-00002.bin": names[n::2] for n in range(2)}
-        index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-        (source / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
-    for file, part in parts.items():
-        torch.save({name: tensors[name] for name in part}, source / file)
-    path = source / "pytorch_model.bin" if kind == "file" else source
-    text = r"must be safetensors but pytorch_model\S*bin.* is a torch pickle; save it with this"
-    with refused(text) as error:
-        convert(path, tmp_path / "b", to="interleaved")
-    exec(str(error.value).partition("first: ")[2].removesuffix("."))
-    path = source / "pytorch_model.safetensors" if kind == "file" else source
-    convert(path, tmp_path / "b", to="interleaved")
-    after = load_file(tmp_path / "b" if kind == "file" else tmp_path / "b" / "model.safetensors")
-    assert after.keys() == tensors.keys()
-    assert torch.equal(after["transposed"], tensors["transposed"])
 
 
 # --- the path of the result -----------------------------------------------------------------------
@@ -279,10 +243,10 @@ def test_two_conversions_to_one_place(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     """The second takes the folder away from the first, so that no result is a mixture."""
-    out, reorder = tmp_path / "b", run._reorder
+    out, reorder = tmp_path / "b", run.reorder
 
     def meanwhile(*arguments: Any) -> None:
-        monkeypatch.setattr(run, "_reorder", reorder)
+        monkeypatch.setattr(run, "reorder", reorder)
         if ends == "second":
             convert(shards, out, to="interleaved")
         else:
@@ -290,7 +254,7 @@ def test_two_conversions_to_one_place(
                 raise OSError("Too little of something")
         reorder(*arguments)
 
-    monkeypatch.setattr(run, "_reorder", meanwhile)
+    monkeypatch.setattr(run, "reorder", meanwhile)
     with pytest.raises(FileNotFoundError):
         convert(shards, out, to="interleaved")
     assert names_in(tmp_path) == (["b", "shards"] if ends == "second" else ["shards"])
@@ -307,7 +271,7 @@ def test_a_proof_that_fails_gives_no_result(
     infinite = write(tmp_path / "inf", tensors)
     with refused("or are NaN"):
         convert(infinite, tmp_path / "b", to="interleaved", verify=True)
-    monkeypatch.setattr(run, "source_row", lambda row, *_: row)
+    monkeypatch.setattr(run, "reorder", lambda *_: None)
     with refused("scores must stay the same but those of model.layers.0.self_attn differ by"):
         convert(source, tmp_path / "b", to="interleaved", verify=True)
     assert names_in(tmp_path) == ["a", "inf"]

@@ -37,6 +37,7 @@ def only(config: object, **options: Any) -> Any:
 def test_warnings_and_notes(name: str) -> None:
     row = ROWS[name]
     found = inspect(row["config"], **row.get("options", {}))
+    json.dumps(found.to_dict(), allow_nan=False)
     assert {note.code for note in found.warnings} == row.get("warnings", {}).keys()
     notes = {note.code: note for part in found.parts for note in part.notes}
     assert not notes.keys() & {*row.get("absent", ())}
