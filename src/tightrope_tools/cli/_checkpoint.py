@@ -64,6 +64,6 @@ def call(
         values["config"] = False
     if options.naming is not None and "=" in options.naming:
         values["naming"] = dict(part.partition("=")[::2] for part in options.naming.split(","))
-    with as_mistakes(_SPELLED), progress(name) as report:
-        shown = None if options.json else report
+    with as_mistakes(_SPELLED):
+        shown = None if options.json else progress(name)
         return function(options.checkpoint, stated=Stated(**values), report=shown, **more)

@@ -104,7 +104,7 @@ def _show_part(part: PartReport, *, every: bool) -> None:
 
 def _show_note(note: Note, mark: str = "") -> None:
     kind = "warning" if note.warning else "note"
-    show_table([(f"{kind}{mark}", note.text)], style=kind)
+    show(f"{kind}{mark}  {note.text}", kind)
 
 
 def _show_pairs(part: PartReport, *, every: bool) -> None:
@@ -117,7 +117,7 @@ def _show_pairs(part: PartReport, *, every: bool) -> None:
         count = f"{len(shown)} of {len(part.pairs)}; --all shows every one"
     rows = [_cells(pair, part) for pair in shown]
     show(f"Pairs ({count})", "bold")
-    show_table([list(row.values()) for row in rows], list(rows[0]), left=0)
+    show_table([list(row.values()) for row in rows], list(rows[0]), align=">")
 
 
 def _cells(pair: PairRow, part: PartReport) -> dict[str, str]:
@@ -131,7 +131,7 @@ def _cells(pair: PairRow, part: PartReport) -> dict[str, str]:
     if pair.turns is not None:
         row[f"turns in {part.context:,}"] = _number(pair.turns)
     if pair.turns_trained is not None and part.trained != part.context:
-        row[f"in {part.trained:,}" + ", unscaled" * scaled] = _number(pair.turns_trained)
+        row[f"{part.trained:,}" + " unscaled" * scaled] = _number(pair.turns_trained)
     if scaled:
         row["scaling"] = pair.effect
     row["wavelength"] = _number(pair.wavelength)
@@ -165,12 +165,11 @@ def _chosen(pairs: tuple[PairRow, ...]) -> tuple[PairRow, ...]:
 def _show_exactness(part: PartReport) -> None:
     exactness = part.exactness
     rows = [
-        (f"{name}\n{MEANING[name]}", *(f"{error:.1e}" for error in errors))
+        (*(f"{error:.1e}" for error in errors), f"{name}: {MEANING[name]}")
         for name, errors in exactness.errors.items()
     ]
-    header = ["angles", *(f"to {length:,}" for length in exactness.lengths)]
     show("Largest error of a cosine or sine, by how angles are computed", "bold")
-    show_table(rows, header, left=1, style="")
+    show_table(rows, [*(f"to {length:,}" for length in exactness.lengths), "angles"])
     plain = exactness.reach[FLOAT32]
     show(
         f"Largest exact context: {EXACT:,} positions with phase words; with float32 angles "
@@ -195,24 +194,27 @@ def _show_part_comparison(part: PartComparison) -> None:
     if part.differences:
         show("Fields that differ", "bold")
         rows = [
-            (each.field, _side(each.one, each.one_source), _side(each.other, each.other_source))
+            (each.field, mark, _side(value, source))
             for each in part.differences
+            for mark, value, source in (
+                ("A", each.one, each.one_source),
+                ("B", each.other, each.other_source),
+            )
         ]
-        show_table(rows, ("field", "A", "B"))
+        show_table(rows, ("field", "", "value and source"))
     for reason in part.why:
-        show_table([("differs", f"{reason}.")])
+        show(f"differs  {reason}.")
     if not part.why:
         show("Every angle is the same" + (" nevertheless." if part.differences else "."))
     apart = part.disagreement
     if apart is None:
         show("Their angles cannot be compared pair by pair.")
     elif apart.largest:
-        text = (
-            f"disagree by up to {apart.largest:.4g} rad over {apart.context:,} positions (pair "
+        show(
+            f"angles   disagree by up to {apart.largest:.4g} rad over {apart.context:,} positions (pair "
             f"{apart.pair}, position {apart.position:,}); by {NOTICED} rad {_from(apart.noticed)}, "
             f"by {LOST:g} rad {_from(apart.lost)}."
         )
-        show_table([("angles", text)])
 
 
 def _from(position: int | None) -> str:
@@ -221,7 +223,7 @@ def _from(position: int | None) -> str:
 
 def _side(value: object, source: str) -> str:
     shown = "-" if value is None else _value(value)
-    return f"{shown}\n{source}" if source else shown
+    return f"{shown} ({source})" if source else shown
 
 
 # --- formatting -----------------------------------------------------------------------------------

@@ -114,12 +114,8 @@ def run(options: argparse.Namespace) -> int:
             report = _here(options.target, given)
     if options.json:
         show_json(report.to_dict())
-    elif isinstance(report, Comparison):
-        show_comparison(report)
-    elif isinstance(report, ModelReport):
-        show_model(report)
     else:
-        show_report(report)
+        _show(report)
     if isinstance(report, Comparison):
         return 0 if report.ok else FINDING
     severe = SEVERITIES[: SEVERITIES.index(options.fail_on) + 1]
@@ -225,71 +221,17 @@ def _send(there: Connection, target: str, options: dict[str, Any]) -> None:
         there.send(ValueError(str(error)))
 
 
-def show_comparison(found: Comparison) -> None:
-    """Print the comparison as text, the verdict first."""
-    show(f"{found.first} against {found.second}", "bold")
-    if found.ok:
-        partly = any("not compared" in values for values in found.facts.values())
-        rest = ", as far as they were compared" if partly else ""
-        show(f"They agree to the bit{rest}.", "ok")
-    else:
-        show(f"They part first at: {found.codes[0]}.", "bold")
-    rows = [
-        (fact, one, other if other != one else "the same")
-        for fact, (one, other) in found.facts.items()
-    ]
-    show_table(rows, ("", "first", "second"), style="dim", indent=2)
-    for each in found.differences:
-        _show_part(each.code, "error", each.sentence, each.evidence)
-    show()
-    for dtype, (results, gradients) in found.shares.items():
-        both = "" if gradients is None else f" and {100 * gradients:.3g} % of gradients"
-        show(f"{dtype:<9} {100 * results:.3g} % of results{both} differ", "dim", indent=2)
+def _show(report: Report | Comparison | ModelReport) -> None:
+    """Print a report as text; for a model, after a table of the verdicts on its parts."""
+    from ..audit import SEVERITIES, ModelReport
 
-
-def show_model(found: ModelReport) -> None:
-    """Print the reports on the parts of a model, after a table of their verdicts."""
-    show(f"audit of {found.target}", "bold")
-    show_table(found.rows(), ("verdict", "part", "declared", "not seen"))
-    for report in found.parts.values():
-        show()
-        show_report(report)
-
-
-def show_report(report: Report) -> None:
-    """Print the report as text, the verdict first."""
-    from ..audit import verdict
-
-    show(f"audit of {report.target}", "bold")
-    show(verdict(report), "ok" if report.ok else "bold")
-    if report.facts:
-        facts = [(name, str(value)) for name, value in report.facts.items()]
-        show_table(facts, style="dim", indent=2)
-    if report.angle_errors:
-        show()
-        header = ("error of cos and sin below", "float32 x", "bfloat16 x", "float32 bound")
-        rows = [
-            (f"{each.position:,}", *map(_error, (each.float32, each.bfloat16, each.float32_angle)))
-            for each in report.angle_errors
-        ]
-        show_table(rows, header, left=0, style="", indent=2)
-    for each in report.findings:
-        title = f"{each.severity} {each.code}"
-        _show_part(title, each.severity, each.sentence, each.evidence, each.mend)
-    show()
-    for check in report.checks:
-        skipped, _, why = check.outcome.partition("skipped: ")
-        if not skipped:
-            show(f"not checked: {check.name} ({why})", "dim", indent=2)
-
-
-def _show_part(title: str, style: str, sentence: str, evidence: str, mend: str = "") -> None:
-    show()
-    show(title, style)
-    for text, style in ((sentence, ""), (evidence, "dim"), (mend, "")):
-        if text:
-            show(text, style, indent=2)
-
-
-def _error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
+    if isinstance(report, ModelReport):
+        show(f"audit of {report.target}")
+        show_table(report.rows(), ("verdict", "part", "not seen", "declared"))
+        for part in report.parts.values():
+            show()
+            _show(part)
+        return
+    for line in str(report).split("\n"):
+        severity = line.partition(" ")[0]
+        show(line, severity if severity in SEVERITIES else "")
