@@ -144,10 +144,7 @@ def _rates(spec: RopeSpec | None, width: int) -> torch.Tensor:
 
 def _calls(fn: Callable[..., Any]) -> list[Call]:
     """Return calls to try: those that the argument names suggest, then the usual ones."""
-    found = calls_of(fn)
-    # If argument names tell cos from sin, the swapped order is not tried: it could hide a fault.
-    stated = {call.form for call in found if call.names_its_form}
-    named = [call for call in found if call.names_its_form or call.form not in stated]
+    named = calls_of(fn)
     seen = signature(fn)
     every = [] if seen is None else list(seen.parameters.values())
     if seen is None or any(each.kind is each.VAR_POSITIONAL for each in every):
@@ -277,18 +274,11 @@ def parse(text: str) -> Call:
         ValueError: the text is not a valid list of roles.
     """
     head, arrow, result = text.partition("->")
-    names = [name.strip() for name in head.split(",")]
-    sound = "".join(result.split()) == "cos,sin" * bool(arrow) and len({*names}) == len(names)
-    for form in FORMS.values():
-        rotated = {*names} - {*form.roles, *form.others}
-        known = ({"x"},) if form.gives_tables else ({"x"}, {"q"}, {"q", "k"})
-        if (
-            sound
-            and form.gives_tables == bool(arrow)
-            and rotated in known
-            and {*form.roles} <= {*names}
-        ):
-            return Call(form, tuple(map(Argument, names)))
+    roles = [name.strip() for name in head.split(",")]
+    if "".join(result.split()) == "cos,sin" * bool(arrow):
+        for form in FORMS.values():
+            if form.gives_tables == bool(arrow) and form.takes(roles):
+                return Call(form, tuple(map(Argument, roles)))
     listed = ", ".join(dict.fromkeys(role for form in FORMS.values() for role in form.roles))
     raise bad_value(
         f"form must list the arguments, each one of x, q, k, seq_dim, {listed}, as in 'x, positions' or "
