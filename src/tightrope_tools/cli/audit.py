@@ -22,6 +22,8 @@ import multiprocessing
 import os
 import signal
 import sys
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +31,6 @@ from typing import TYPE_CHECKING, Any
 from ._output import FINDING, Mistake, add_pairing, as_mistakes, show, show_json, show_table
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from tightrope import RopeSpec
 
     from ..audit import Comparison, ModelReport, Report
@@ -182,26 +182,17 @@ def _apart(
     """Run the audit in a child process, which may crash or hang."""
     from ..audit import Comparison, Difference, Finding, Report
 
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_send, args=(theirs, target, options))
-    child.start()
-    theirs.close()
+    pool = futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
     try:
-        if ours.poll(seconds):
-            result = ours.recv()
-            if isinstance(result, Exception):
-                raise result
-            return result  # type: ignore[no-any-return]
+        return pool.submit(_here, target, options).result(seconds)
+    except futures.TimeoutError:
         code, sentence = "hangs", f"The audit did not end within {seconds:g} s."
-    except EOFError:
-        child.join()
-        number = child.exitcode or 0
-        end = f"was ended by signal {-number}" if number < 0 else f"ended with exit code {number}"
-        code, sentence = "crashes", f"The audit process {end}."
+    except BrokenProcessPool:
+        code, sentence = "crashes", "The audit process ended without a report."
     finally:
-        child.kill()
-        child.join()
+        for child in multiprocessing.active_children():
+            child.kill()
+        pool.shutdown()
     evidence = "run with --no-isolate under a debugger to see where"
     if "against" in options:
         different = (Difference(code, sentence, evidence),)
@@ -209,16 +200,12 @@ def _apart(
     return Report(target, {}, (Finding(code, "error", sentence, evidence),))
 
 
-def _send(there: Connection, target: str, options: dict[str, Any]) -> None:
-    """Send the report, or the error of wrong use, to the parent process."""
-    # On Ctrl-C this process ends without a traceback: the parent reports the interruption.
+def _begin() -> None:
+    """Prepare the child process."""
+    # On Ctrl-C it ends without a traceback: the parent reports the interruption.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.dup2(2, 1)  # what C code prints does not mix with the result
-    try:
-        there.send(_here(target, options))
-    except (ValueError, TypeError) as error:
-        there.send(ValueError(str(error)))
+    os.dup2(2, 1)  # what C code prints does not mix with the output
 
 
 def _show(report: Report | Comparison | ModelReport) -> None:
