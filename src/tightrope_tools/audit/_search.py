@@ -19,8 +19,8 @@ from tightrope_tools.forms import FORMS, WIDTHS, Argument, Call, calls_of, signa
 from ._call import LAYOUTS, CallFailed, Subject, Way, fresh
 from ._together import Target
 
-_HEAD_DIMS = (64, 128, 32, 96, 80, 256, 48, 16, 8)
-_HINTS = ("head_dim", "head_size", "dim", "rotary_dim", "rot_dim", "d_head")
+# Likeliest first; another number must be stated.
+_HEAD_DIMS = (64, 128, 32, 96, 80, 256, 48, 16, 8, 112, 72, 40, 24, 160, 192)
 # All different, and no two of them broadcast against each other.
 _ROWS, _HEADS, _TOKENS = 2, 3, 5
 # The usual calls, by the number of required parameters.
@@ -91,7 +91,7 @@ def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str)
     if spec is not None:
         axes = spec.axis_count
         calls = [replace(way, axes=axes) if way.takes_positions else way for way in calls]
-    dims = _dims_of(fn) if head_dim is None else [head_dim]
+    dims = _HEAD_DIMS if head_dim is None else (head_dim,)
     sizes = [(dim, dim if spec is None else spec.rotary_dim, calls) for dim in dims]
     if head_dim is not None:
         # If no tables of that size give a rotation, the function may rotate another slice: one whose
@@ -251,20 +251,6 @@ def _gives_tables(subject: Subject) -> tuple[Subject, str]:
     fixed = replace(subject, way=replace(subject.way, width=width), head_dim=head_dim)
     y = fixed.rotate(fixed.random(_ROWS, _HEADS, _TOKENS), ids)
     return fixed, "tokens" if bool(y.isfinite().all()) else ""
-
-
-def _dims_of(fn: Callable[..., Any]) -> list[int]:
-    """Return head dimensions to try, first those found in the object's attributes."""
-    owner = getattr(fn, "__self__", fn)
-    owner = getattr(owner, "rotary", owner)
-    hints: list[Any] = []
-    if isinstance(owner, nn.Module):
-        values = vars(owner) | owner._buffers
-        tables = [values.get(name) for name in ("inv_freq", "freqs")]
-        hints = [values.get(name) for name in _HINTS]
-        hints += [2 * t.numel() for t in tables if isinstance(t, torch.Tensor) and t.ndim == 1]
-    usable = [n for n in hints if type(n) is int and 2 <= n <= 1024 and n % 2 == 0]
-    return list(dict.fromkeys([*usable, *_HEAD_DIMS]))
 
 
 def parse(text: str) -> Call:

@@ -19,7 +19,7 @@ from typing import TextIO, TypeAlias
 #: pipe (`| head -1`).
 FINDING, MISTAKE, CLOSED = 1, 2, 141
 #: Styles of text -> parameters of the terminal's escape code.
-STYLES = {"bold": "1", "dim": "2", "error": "1;31", "warning": "33", "note": "36", "ok": "32"}
+STYLES = {"bold": "1", "error": "1;31", "warning": "33", "note": "36"}
 
 # Failures of the machine, not of the user's input.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EFBIG)
