@@ -19,9 +19,6 @@ import torch
 from tightrope import patching
 from tightrope.patching import COS_SIN_NAMES, TABLE_NAMES, WIDTHS as WIDTHS
 
-# Roles that only packed rows have.
-_PACKED = ("cu_seqlens", "max_seqlen")
-
 
 @dataclass(frozen=True)
 class Form:
@@ -34,6 +31,7 @@ class Form:
         gives_tables: whether the function returns (cos, sin) and rotates nothing.
         widths: how cos/sin may hold the entry of each pair, likeliest first; keys of WIDTHS.
         narrow: whether tables may have a 16-bit dtype.
+        others: the roles that other arguments may have, beside those that rotate.
     """
 
     name: str
@@ -42,27 +40,12 @@ class Form:
     gives_tables: bool = False
     widths: tuple[str, ...] = tuple(WIDTHS)
     narrow: bool = True
+    others: tuple[str, ...] = ("seq_dim", "positions", "offset", "cu_seqlens", "max_seqlen")
 
     @property
     def takes_tables(self) -> bool:
         """True if the caller passes cosines and sines, in any format."""
         return self.build is not None
-
-    @property
-    def packed(self) -> bool:
-        """True if rows are packed into one, and the caller passes where each begins."""
-        return self.roles == ("cu_seqlens",)
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """The roles that other arguments may have, beside those that rotate."""
-        if self.gives_tables:
-            return ()
-        if self.takes_tables:
-            return ("seq_dim", "positions", "offset", *_PACKED)
-        if self.packed:
-            return ("seq_dim", "max_seqlen")
-        return ("seq_dim", "offset") if "positions" in self.roles else ("seq_dim",)
 
     def takes(self, roles: Sequence[str]) -> bool:
         """Return whether a call may have arguments of these roles: one or two that rotate, and the others of the form."""
@@ -76,16 +59,16 @@ class Form:
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
-        Form("positions", ("positions",)),
-        Form("positions, for tables", ("positions",), gives_tables=True),
+        Form("positions", ("positions",), others=("seq_dim", "offset")),
+        Form("positions, for tables", ("positions",), gives_tables=True, others=()),
         *(
             Form(name, each.roles, each.build, widths=each.widths, narrow=each.narrow)
             for name, each in patching.FORMS.items()
         ),
         Form("a pair (sin, cos)", ("reversed_pair",), lambda cos, sin: ((sin, cos),)),
-        Form("packed rows", ("cu_seqlens",)),
-        Form("an offset", ("offset",)),
-        Form("no positions", ()),
+        Form("packed rows", ("cu_seqlens",), others=("seq_dim", "max_seqlen")),
+        Form("an offset", ("offset",), others=("seq_dim",)),
+        Form("no positions", (), others=("seq_dim",)),
     )
 }
 
