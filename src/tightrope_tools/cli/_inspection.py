@@ -1,12 +1,12 @@
 """The text output of `tightrope inspect`."""
 
 import math
+from itertools import groupby
 
 from ..inspect import Comparison, Inspection, Note, PairRow, PartReport
 from ..inspect._compare import LOST, NOTICED, PartComparison
 from ..inspect.exactness import EXACT, FLOAT32, MEANING
 from ..inspect.notes import rounded
-from ..inspect.subject import Part
 from ._output import show, show_table
 
 _SHOWN = 14
@@ -16,7 +16,11 @@ def show_inspection(found: Inspection, *, every: bool) -> None:
     """Print the report on one configuration."""
     show(found.name, "bold")
     show(found.form)
-    show_table([*map(_glance, found.parts), *map(_glance, found.without)], _GLANCE)
+    table = [_glance(part) for part in found.parts]
+    for each in found.without:
+        why = "none rotate" if each.at or each.layers else "not read"
+        table.append((why, each.name, "", "", "", "", _runs(each.at), ""))
+    show_table(table, _GLANCE)
     for part in found.parts:
         show()
         _show_part(part, every=every)
@@ -43,41 +47,29 @@ def show_comparison(comparison: Comparison) -> None:
 _GLANCE = ("verdict", "part", "pairs", "base", "scaling", "channels", "layers", "context")
 
 
-def _glance(part: PartReport | Part) -> tuple[str, ...]:
+def _glance(part: PartReport) -> tuple[str, ...]:
     """Return the row of a part in the first table: what rotates, by which frequencies, and where."""
-    own = part.part if isinstance(part, PartReport) else part
-    spec = own.spec
-    layers = _runs(own.at) if own.at else "all" if spec is not None else ""
-    name = own.name or "whole model"
-    if spec is None or not isinstance(part, PartReport):
-        why = "none rotate" if own.at or own.layers else "not read"
-        return (why, name, "", "", "", "", layers, "")
+    spec, rule = part.spec, part.spec.scaling
     count = sum(note.warning for note in part.notes)
-    last = spec.start + spec.rotary_dim - 1
-    rule = spec.scaling
     factor = getattr(rule, "factor", None)
-    scaling = "none" if rule is None else type(rule).__name__ + (f" {factor:g}" if factor else "")
+    last = spec.start + spec.rotary_dim - 1
     return (
         f"{count} warning{'s' * (count > 1)}" if count else "ok",
-        name,
+        part.name or "whole model",
         "neighbours" if spec.interleaved else "halves",
         f"{spec.base:,.10g}",
-        scaling,
+        "none" if rule is None else type(rule).__name__ + (f" {factor:g}" if factor else ""),
         f"{spec.start}–{last} of {spec.head_dim}" if spec.rotary_dim else "none",
-        layers,
+        _runs(part.part.at) or "all",
         "" if part.context is None else f"{part.context:,}",
     )
 
 
 def _runs(numbers: tuple[int, ...]) -> str:
     """Join numbers of layers, with runs as ``4–9``; the first eight, then dots."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [f"{a}" if a == b else f"{a}–{b}" for a, b in runs[:8]]
+    groups = groupby(enumerate(numbers), lambda each: each[1] - each[0])  # constant within a run
+    runs = [[number for _, number in run] for _, run in groups]
+    shown = [f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:8]]
     return ", ".join([*shown, "…"] if len(runs) > 8 else shown)
 
 
