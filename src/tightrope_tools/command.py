@@ -26,7 +26,6 @@ import io
 import os
 import signal
 import sys
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -65,12 +64,11 @@ def main() -> int:
         sys.stderr.write("Interrupted.\n")
         return 130
     except BrokenPipeError:
-        _drop_output()
-        return CLOSED
+        os._exit(CLOSED)  # an exit that flushes the output would fail again
     except OSError as error:  # for example a full disk behind `>`
         sys.stderr.write(f"Error: the output could not be written: {error.strerror or error}.\n")
-        _drop_output()
-        return FINDING
+        sys.stderr.flush()
+        os._exit(FINDING)
     return code
 
 
@@ -103,22 +101,15 @@ def _begin() -> int:
             "`pip install --no-build-isolation '.[tools]'`.\n"
         )
         return MISTAKE
-    # A process that was started with Ctrl-C ignored keeps ignoring it.
+    # No work has begun: Ctrl-C ends the process, as C code may swallow an exception. If ignored, it stays ignored.
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heard:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     import tightrope  # noqa: F401
 
     if heard:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return 0
-
-
-def _leave(*_: object) -> None:
-    """Exit at once on Ctrl-C: no work has begun, and C code may swallow an exception."""
-    with suppress(OSError):
-        os.write(2, b"Interrupted.\n")
-    os._exit(130)
 
 
 def _version() -> str:
@@ -136,12 +127,3 @@ def _prepare_streams() -> None:
         elif isinstance(stream, io.TextIOWrapper):
             # A character that the terminal cannot show must not abort a long run.
             stream.reconfigure(errors="replace")
-
-
-def _drop_output() -> None:
-    """Discard buffered output, so that Python does not fail to flush it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a stream without a file descriptor
-            os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)

@@ -11,15 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
 
 from tightrope import patching
 from tightrope.patching import COS_SIN_NAMES, TABLE_NAMES, WIDTHS as WIDTHS
-
-# Roles that only packed rows have.
-_PACKED = ("cu_seqlens", "max_seqlen")
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class Form:
         gives_tables: whether the function returns (cos, sin) and rotates nothing.
         widths: how cos/sin may hold the entry of each pair, likeliest first; keys of WIDTHS.
         narrow: whether tables may have a 16-bit dtype.
+        others: the roles that other arguments may have, beside those that rotate.
     """
 
     name: str
@@ -41,41 +40,35 @@ class Form:
     gives_tables: bool = False
     widths: tuple[str, ...] = tuple(WIDTHS)
     narrow: bool = True
+    others: tuple[str, ...] = ("seq_dim", "positions", "offset", "cu_seqlens", "max_seqlen")
 
     @property
     def takes_tables(self) -> bool:
         """True if the caller passes cosines and sines, in any format."""
         return self.build is not None
 
-    @property
-    def packed(self) -> bool:
-        """True if rows are packed into one, and the caller passes where each begins."""
-        return self.roles == ("cu_seqlens",)
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """The roles that other arguments may have, beside those that rotate."""
-        if self.takes_tables:
-            return ("seq_dim", "positions", "offset", *_PACKED)
-        if self.packed:
-            return ("seq_dim", "max_seqlen")
-        return ("seq_dim", "offset") if "positions" in self.roles else ("seq_dim",)
+    def takes(self, roles: Sequence[str]) -> bool:
+        """Return whether a call may have arguments of these roles: one or two that rotate, and the others of the form."""
+        given = {*roles}
+        rotated = ({"x"},) if self.gives_tables else ({"x"}, {"q"}, {"q", "k"})
+        rest = given - {*self.roles, *self.others}
+        return len(given) == len(roles) and given >= {*self.roles} and rest in rotated
 
 
 #: Every form by its name; if a signature fits several, the likeliest first.
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
-        Form("positions", ("positions",)),
-        Form("positions, for tables", ("positions",), gives_tables=True),
+        Form("positions", ("positions",), others=("seq_dim", "offset")),
+        Form("positions, for tables", ("positions",), gives_tables=True, others=()),
         *(
             Form(name, each.roles, each.build, widths=each.widths, narrow=each.narrow)
             for name, each in patching.FORMS.items()
         ),
         Form("a pair (sin, cos)", ("reversed_pair",), lambda cos, sin: ((sin, cos),)),
-        Form("packed rows", ("cu_seqlens",)),
-        Form("an offset", ("offset",)),
-        Form("no positions", ()),
+        Form("packed rows", ("cu_seqlens",), others=("seq_dim", "max_seqlen")),
+        Form("an offset", ("offset",), others=("seq_dim",)),
+        Form("no positions", (), others=("seq_dim",)),
     )
 }
 
@@ -154,7 +147,8 @@ def signature(function: Any) -> inspect.Signature | None:
 def calls_of(function: Any) -> list[Call]:
     """Ways to call a function that its parameter names suggest, likeliest first.
 
-    Names only suggest what to try; the caller verifies each way numerically.
+    Names only suggest what to try; the caller verifies each way numerically. Where they tell cosines from sines, the
+    other order is left out: it could hide a fault.
     """
     seen = signature(function)
     every = [] if seen is None else list(seen.parameters.values())
@@ -162,13 +156,17 @@ def calls_of(function: Any) -> list[Call]:
         return []
     every = [each for each in every if each.kind is not each.VAR_KEYWORD]
     tables = [each.name for each in every if _names_table(each)]
+    where = {role for role in map(_role, every) if role in ("positions", "offset")}
     found = []
     for form in FORMS.values():
-        if len(tables) == len(form.roles) * form.takes_tables:
-            orders = dict.fromkeys((tuple(tables), tuple(tables[::-1])))
-            given = (_arguments(form, every, dict(zip(order, form.roles))) for order in orders)
-            calls = [Call(form, each) for each in given if each is not None]
-            found += sorted(calls, key=lambda call: not call.names_its_form)
+        of_tables = form.roles if form.takes_tables else ()
+        counts = form.roles in ((), ("offset",))  # such a form leaves out no positions
+        if len(tables) != len(of_tables) or (counts and not where <= {*form.roles}):
+            continue
+        orders = (dict(zip(tables, order)) for order in permutations(of_tables))
+        given = (_arguments(form, every, order) for order in orders)
+        calls = [Call(form, each) for each in given if each is not None]
+        found += [call for call in calls if call.names_its_form] or calls
     return found
 
 
@@ -206,39 +204,28 @@ def _arguments(
     found: dict[str, Argument] = {}
     for each in parameters:
         optional = each.default is not each.empty
-        role = tables.get(each.name) or _role(each)
-        if role in (None, "q", "k"):
-            role = _rotated(form, each, role, len({"x", "k"} & found.keys()))
-        elif role not in form.roles and (
-            role not in form.others or (optional and (form.takes_tables or role == "offset"))
-        ):
-            # Where optional, a remnant of functions that indexed their tables themselves.
-            unused = form.takes_tables or form.packed or "positions" in form.roles
-            if not unused and role not in _PACKED:
-                return None
-            role = None
-        if role is None or role in found:
-            if not optional:
-                return None
-            continue
-        found[role] = Argument(role, each.name, optional or each.kind is each.KEYWORD_ONLY)
-    if not {"x", *form.roles} <= found.keys() or (form.gives_tables and len(found) != 2):
-        return None
-    if "k" in found:
+        choices = (tables[each.name],) if each.name in tables else _choices(form, each)
+        role = next((role for role in choices if role not in found), None)
+        if role is not None:
+            found[role] = Argument(role, each.name, optional or each.kind is each.KEYWORD_ONLY)
+        elif not optional:
+            return None
+    if {"x", "k"} <= found.keys():
         found["x"] = found["x"]._replace(role="q")
-    return tuple(found.values())
+    arguments = tuple(found.values())
+    return arguments if form.takes([each.role for each in arguments]) else None
 
 
-def _rotated(form: Form, each: inspect.Parameter, role: str | None, before: int) -> str | None:
-    """The role of a parameter that may take a tensor to rotate, after so many others: "x", "k" or None.
+def _choices(form: Form, parameter: inspect.Parameter) -> tuple[str, ...]:
+    """The roles that a parameter other than a table may have in a call of a form, likeliest first.
 
-    If the function takes tables, each parameter that is required is tried as a tensor.
+    If the function takes tables, each one that is required is tried as a tensor that rotates.
     """
-    optional = each.default is not each.empty
-    if _OTHER.search(each.name):
-        return None
-    if before == 0:
-        return None if optional else "x"
-    if before == 1 and (role == "k" or (not optional and (form.takes_tables or role == "q"))):
-        return "k"
-    return None
+    role, optional = _role(parameter), parameter.default is not parameter.empty
+    if role not in (None, "q", "k"):
+        # Where optional, a remnant of functions that indexed their tables themselves.
+        remnant = optional and (form.takes_tables or role == "offset")
+        return (role,) if role in form.roles or (role in form.others and not remnant) else ()
+    if optional or _OTHER.search(parameter.name):
+        return ("k",) if role == "k" else ()
+    return ("x", "k") if form.takes_tables or role is not None else ("x",)

@@ -297,10 +297,8 @@ def _variants(
 
     yield Variant("", mine, theirs, CALLS)
     keys = [each for each in way.arguments if each.role == "k"]
-    if keys and theirs.way.takes_keys:
+    if keys and (keys[0].keyword or theirs.way.takes_keys):
         yield Variant("q alone", _alone(mine), _alone(theirs), _OTHERS)
-    elif keys and keys[0].keyword:
-        yield Variant("q alone", _alone(mine), theirs, _OTHERS)
     if by_tables and strict and len(mine.rates) > 3:
         half = mine.rates[: len(mine.rates) // 2]
         one, other = replace(mine, rates=half), replace(theirs, rates=half)
@@ -322,7 +320,7 @@ def _variants(
 
 
 def _alone(subject: Subject) -> Subject:
-    """A function of q and k as one of x, which gets None as k."""
+    """A function of q and k as one of x, which gets None as k; another as it is."""
     roles = {"q": "x", "k": NOTHING}
     given = subject.way.arguments
     arguments = tuple(each._replace(role=roles.get(each.role, each.role)) for each in given)
@@ -456,11 +454,10 @@ def _results(
         return made | {_AFTER: torch.cat([x.flatten() for x in given])}
     if not all(y.requires_grad for y in ys):
         return made
-    incoming = ((y * out.to(y)).sum() for y, out in zip(ys, outs))
-    # If a result depends on one x alone, the gradient of the other is one of zeros.
-    unused = 0.0 * torch.stack([x.sum() for x in leaves]).sum()
+    incoming = [out.to(y) for y, out in zip(ys, outs)]
     try:
-        found = torch.autograd.grad(sum(incoming, unused), leaves)
+        # If results depend on one x alone, the gradient of the other is one of zeros.
+        found = torch.autograd.grad(ys, leaves, incoming, materialize_grads=True)
     except Exception as error:  # foreign code
         raise CallFailed(describe_error(error)) from error
     return made | {f"the gradient of {name}": each for name, each in zip(names, found)}

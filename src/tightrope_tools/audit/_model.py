@@ -47,14 +47,14 @@ class ModelReport:
         return {"version": 2, "ok": self.ok, "target": self.target, "parts": parts}
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return a row for each part: the verdict, its name, what was declared and what was not seen."""
+        """Return a row for each part: the verdict, its name, what was not seen and what was declared."""
         rows: list[tuple[str, ...]] = []
         for name, report in self.parts.items():
             said = verdict(report) if report.checks else "not seen"
             unseen = [each.name for each in report.checks if each.outcome.startswith("skipped")]
             unseen += ["all of it"] * (not report.checks)
             declared = str(report.facts.get("declared", "nothing"))
-            rows.append((said, name, declared, ", ".join(unseen) or "nothing"))
+            rows.append((said, name, ", ".join(unseen) or "nothing", declared))
         return rows
 
     def __str__(self) -> str:

@@ -101,11 +101,23 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"audit of {self.target}", verdict(self)]
-        lines += [f"  {name:<18} {value}" for name, value in self.facts.items()]
-        for finding in self.findings:
-            lines += ["", f"{finding.severity.upper()} {finding.code}: {finding.sentence}"]
-            lines += [f"  {text}" for text in (finding.evidence, finding.mend) if text]
+        lines += [f"  {name:<11}  {value}" for name, value in self.facts.items()]
+        if self.angle_errors:
+            lines += ["", "  error of cos and sin below  float32 x  bfloat16 x  float32 bound"]
+        for at in self.angle_errors:
+            one, other = ("-" if e is None else f"{e:.1e}" for e in (at.float32, at.bfloat16))
+            lines.append(f"  {at.position:>26,}  {one:>9}  {other:>10}  {at.float32_angle:>13.1e}")
+        for each in self.findings:
+            lines += _part(f"{each.severity} {each.code}", each.sentence, each.evidence, each.mend)
+        skipped = [check for check in self.checks if check.outcome.startswith("skipped: ")]
+        lines += [""] * bool(skipped)
+        lines += [f"  not checked: {each.name} ({each.outcome[9:]})" for each in skipped]
         return "\n".join(lines)
+
+
+def _part(title: str, *texts: str) -> list[str]:
+    """Return the lines of one finding or difference, after an empty one."""
+    return ["", title, *(f"  {text}" for text in texts if text)]
 
 
 def unseen(target: str, kind: str, why: str, **facts: str) -> Report:
@@ -146,6 +158,23 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison in JSON types, with a format version."""
         return {"version": 2, "ok": self.ok} | asdict(self)
+
+    def __str__(self) -> str:
+        partly = any("not compared" in values for values in self.facts.values())
+        found = f"They agree to the bit{', as far as they were compared' * partly}."
+        if not self.ok:
+            found = f"They part first at: {self.codes[0]}."
+        lines = [f"{self.first} against {self.second}", found]
+        for fact, values in {"": ("first", "second"), **self.facts}.items():
+            one, other = values[0], "the same" if values[0] == values[1] else values[1]
+            lines.append(f"  {fact:<31}  {one:<24}  {other}")
+        for each in self.differences:
+            lines += _part(each.code, each.sentence, each.evidence)
+        lines += [""] * bool(self.shares)
+        for dtype, (results, gradients) in self.shares.items():
+            both = "" if gradients is None else f" and {100 * gradients:.3g} % of gradients"
+            lines.append(f"  {dtype:<9} {100 * results:.3g} % of results{both} differ")
+        return "\n".join(lines)
 
 
 def verdict(report: Report) -> str:

@@ -19,8 +19,8 @@ from tightrope_tools.forms import FORMS, WIDTHS, Argument, Call, calls_of, signa
 from ._call import LAYOUTS, CallFailed, Subject, Way, fresh
 from ._together import Target
 
-_HEAD_DIMS = (64, 128, 32, 96, 80, 256, 48, 16, 8)
-_HINTS = ("head_dim", "head_size", "dim", "rotary_dim", "rot_dim", "d_head")
+# Likeliest first; another number must be stated.
+_HEAD_DIMS = (64, 128, 32, 96, 80, 256, 48, 16, 8, 112, 72, 40, 24, 160, 192)
 # All different, and no two of them broadcast against each other.
 _ROWS, _HEADS, _TOKENS = 2, 3, 5
 # The usual calls, by the number of required parameters.
@@ -91,7 +91,7 @@ def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str)
     if spec is not None:
         axes = spec.axis_count
         calls = [replace(way, axes=axes) if way.takes_positions else way for way in calls]
-    dims = _dims_of(fn) if head_dim is None else [head_dim]
+    dims = _HEAD_DIMS if head_dim is None else (head_dim,)
     sizes = [(dim, dim if spec is None else spec.rotary_dim, calls) for dim in dims]
     if head_dim is not None:
         # If no tables of that size give a rotation, the function may rotate another slice: one whose
@@ -144,10 +144,7 @@ def _rates(spec: RopeSpec | None, width: int) -> torch.Tensor:
 
 def _calls(fn: Callable[..., Any]) -> list[Call]:
     """Return calls to try: those that the argument names suggest, then the usual ones."""
-    found = calls_of(fn)
-    # If argument names tell cos from sin, the swapped order is not tried: it could hide a fault.
-    stated = {call.form for call in found if call.names_its_form}
-    named = [call for call in found if call.names_its_form or call.form not in stated]
+    named = calls_of(fn)
     seen = signature(fn)
     every = [] if seen is None else list(seen.parameters.values())
     if seen is None or any(each.kind is each.VAR_POSITIONAL for each in every):
@@ -256,20 +253,6 @@ def _gives_tables(subject: Subject) -> tuple[Subject, str]:
     return fixed, "tokens" if bool(y.isfinite().all()) else ""
 
 
-def _dims_of(fn: Callable[..., Any]) -> list[int]:
-    """Return head dimensions to try, first those found in the object's attributes."""
-    owner = getattr(fn, "__self__", fn)
-    owner = getattr(owner, "rotary", owner)
-    hints: list[Any] = []
-    if isinstance(owner, nn.Module):
-        values = vars(owner) | owner._buffers
-        tables = [values.get(name) for name in ("inv_freq", "freqs")]
-        hints = [values.get(name) for name in _HINTS]
-        hints += [2 * t.numel() for t in tables if isinstance(t, torch.Tensor) and t.ndim == 1]
-    usable = [n for n in hints if type(n) is int and 2 <= n <= 1024 and n % 2 == 0]
-    return list(dict.fromkeys([*usable, *_HEAD_DIMS]))
-
-
 def parse(text: str) -> Call:
     """Parse a call: ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, positions -> cos, sin"``.
 
@@ -277,18 +260,11 @@ def parse(text: str) -> Call:
         ValueError: the text is not a valid list of roles.
     """
     head, arrow, result = text.partition("->")
-    names = [name.strip() for name in head.split(",")]
-    sound = "".join(result.split()) == "cos,sin" * bool(arrow) and len({*names}) == len(names)
-    for form in FORMS.values():
-        rotated = {*names} - {*form.roles, *form.others}
-        known = ({"x"},) if form.gives_tables else ({"x"}, {"q"}, {"q", "k"})
-        if (
-            sound
-            and form.gives_tables == bool(arrow)
-            and rotated in known
-            and {*form.roles} <= {*names}
-        ):
-            return Call(form, tuple(map(Argument, names)))
+    roles = [name.strip() for name in head.split(",")]
+    if "".join(result.split()) == "cos,sin" * bool(arrow):
+        for form in FORMS.values():
+            if form.gives_tables == bool(arrow) and form.takes(roles):
+                return Call(form, tuple(map(Argument, roles)))
     listed = ", ".join(dict.fromkeys(role for form in FORMS.values() for role in form.roles))
     raise bad_value(
         f"form must list the arguments, each one of x, q, k, seq_dim, {listed}, as in 'x, positions' or "

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -140,11 +141,10 @@ def _imported(target: str) -> Callable[..., Any]:
         raise bad_value(
             f"module {module!r} must be importable from {here} but raised {describe_error(error)}"
         ) from None
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise bad_value(f"module {module!r} must define {name!r} but does not") from None
+    try:
+        found = operator.attrgetter(name)(found)
+    except AttributeError:
+        raise bad_value(f"module {module!r} must define {name!r} but does not") from None
     if not callable(found):
         raise bad_type(f"{target} must be callable but is {type(found).__name__}")
     return found  # type: ignore[no-any-return]
@@ -251,8 +251,7 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
         try:
             with undisturbed():
                 found = together(Target(name, make(), make, spec), apply)
-                dim = _width(make()) if spec is None else spec.head_dim
-                found = replace(found, name=name, head_dim=dim, unread=str(unread or ""))
+                found = replace(found, name=name, unread=str(unread or ""))
                 subject_of(found, Hints(), spec, "cpu")
                 return found
         except NoCallFound as error:
@@ -284,11 +283,6 @@ def _maker(
         return module(x, positions, *more)
 
     return tables
-
-
-def _width(tables: Callable[..., Any]) -> int:
-    """Return how many channels the cosines of a model have."""
-    return int(tables(torch.zeros(1, 1, 2, 8), torch.arange(2)[None])[0].shape[-1])
 
 
 def _meant(

@@ -1,12 +1,12 @@
 """The text output of `tightrope inspect`."""
 
 import math
+from itertools import groupby
 
 from ..inspect import Comparison, Inspection, Note, PairRow, PartReport
 from ..inspect._compare import LOST, NOTICED, PartComparison
 from ..inspect.exactness import EXACT, FLOAT32, MEANING
 from ..inspect.notes import rounded
-from ..inspect.subject import Part
 from ._output import show, show_table
 
 _SHOWN = 14
@@ -16,7 +16,11 @@ def show_inspection(found: Inspection, *, every: bool) -> None:
     """Print the report on one configuration."""
     show(found.name, "bold")
     show(found.form)
-    show_table([*map(_glance, found.parts), *map(_glance, found.without)], _GLANCE)
+    table = [_glance(part) for part in found.parts]
+    for each in found.without:
+        why = "none rotate" if each.at or each.layers else "not read"
+        table.append((why, each.name, "", "", "", "", _runs(each.at), ""))
+    show_table(table, _GLANCE)
     for part in found.parts:
         show()
         _show_part(part, every=every)
@@ -43,41 +47,29 @@ def show_comparison(comparison: Comparison) -> None:
 _GLANCE = ("verdict", "part", "pairs", "base", "scaling", "channels", "layers", "context")
 
 
-def _glance(part: PartReport | Part) -> tuple[str, ...]:
+def _glance(part: PartReport) -> tuple[str, ...]:
     """Return the row of a part in the first table: what rotates, by which frequencies, and where."""
-    own = part.part if isinstance(part, PartReport) else part
-    spec = own.spec
-    layers = _runs(own.at) if own.at else "all" if spec is not None else ""
-    name = own.name or "whole model"
-    if spec is None or not isinstance(part, PartReport):
-        why = "none rotate" if own.at or own.layers else "not read"
-        return (why, name, "", "", "", "", layers, "")
+    spec, rule = part.spec, part.spec.scaling
     count = sum(note.warning for note in part.notes)
-    last = spec.start + spec.rotary_dim - 1
-    rule = spec.scaling
     factor = getattr(rule, "factor", None)
-    scaling = "none" if rule is None else type(rule).__name__ + (f" {factor:g}" if factor else "")
+    last = spec.start + spec.rotary_dim - 1
     return (
         f"{count} warning{'s' * (count > 1)}" if count else "ok",
-        name,
+        part.name or "whole model",
         "neighbours" if spec.interleaved else "halves",
         f"{spec.base:,.10g}",
-        scaling,
+        "none" if rule is None else type(rule).__name__ + (f" {factor:g}" if factor else ""),
         f"{spec.start}–{last} of {spec.head_dim}" if spec.rotary_dim else "none",
-        layers,
+        _runs(part.part.at) or "all",
         "" if part.context is None else f"{part.context:,}",
     )
 
 
 def _runs(numbers: tuple[int, ...]) -> str:
     """Join numbers of layers, with runs as ``4–9``; the first eight, then dots."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [f"{a}" if a == b else f"{a}–{b}" for a, b in runs[:8]]
+    groups = groupby(enumerate(numbers), lambda each: each[1] - each[0])  # constant within a run
+    runs = [[number for _, number in run] for _, run in groups]
+    shown = [f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:8]]
     return ", ".join([*shown, "…"] if len(runs) > 8 else shown)
 
 
@@ -104,7 +96,7 @@ def _show_part(part: PartReport, *, every: bool) -> None:
 
 def _show_note(note: Note, mark: str = "") -> None:
     kind = "warning" if note.warning else "note"
-    show_table([(f"{kind}{mark}", note.text)], style=kind)
+    show(f"{kind}{mark}  {note.text}", kind)
 
 
 def _show_pairs(part: PartReport, *, every: bool) -> None:
@@ -117,7 +109,7 @@ def _show_pairs(part: PartReport, *, every: bool) -> None:
         count = f"{len(shown)} of {len(part.pairs)}; --all shows every one"
     rows = [_cells(pair, part) for pair in shown]
     show(f"Pairs ({count})", "bold")
-    show_table([list(row.values()) for row in rows], list(rows[0]), left=0)
+    show_table([list(row.values()) for row in rows], list(rows[0]), align=">")
 
 
 def _cells(pair: PairRow, part: PartReport) -> dict[str, str]:
@@ -131,7 +123,7 @@ def _cells(pair: PairRow, part: PartReport) -> dict[str, str]:
     if pair.turns is not None:
         row[f"turns in {part.context:,}"] = _number(pair.turns)
     if pair.turns_trained is not None and part.trained != part.context:
-        row[f"in {part.trained:,}" + ", unscaled" * scaled] = _number(pair.turns_trained)
+        row[f"{part.trained:,}" + " unscaled" * scaled] = _number(pair.turns_trained)
     if scaled:
         row["scaling"] = pair.effect
     row["wavelength"] = _number(pair.wavelength)
@@ -165,12 +157,11 @@ def _chosen(pairs: tuple[PairRow, ...]) -> tuple[PairRow, ...]:
 def _show_exactness(part: PartReport) -> None:
     exactness = part.exactness
     rows = [
-        (f"{name}\n{MEANING[name]}", *(f"{error:.1e}" for error in errors))
+        (*(f"{error:.1e}" for error in errors), f"{name}: {MEANING[name]}")
         for name, errors in exactness.errors.items()
     ]
-    header = ["angles", *(f"to {length:,}" for length in exactness.lengths)]
     show("Largest error of a cosine or sine, by how angles are computed", "bold")
-    show_table(rows, header, left=1, style="")
+    show_table(rows, [*(f"to {length:,}" for length in exactness.lengths), "angles"])
     plain = exactness.reach[FLOAT32]
     show(
         f"Largest exact context: {EXACT:,} positions with phase words; with float32 angles "
@@ -195,24 +186,27 @@ def _show_part_comparison(part: PartComparison) -> None:
     if part.differences:
         show("Fields that differ", "bold")
         rows = [
-            (each.field, _side(each.one, each.one_source), _side(each.other, each.other_source))
+            (each.field, mark, _side(value, source))
             for each in part.differences
+            for mark, value, source in (
+                ("A", each.one, each.one_source),
+                ("B", each.other, each.other_source),
+            )
         ]
-        show_table(rows, ("field", "A", "B"))
+        show_table(rows, ("field", "", "value and source"))
     for reason in part.why:
-        show_table([("differs", f"{reason}.")])
+        show(f"differs  {reason}.")
     if not part.why:
         show("Every angle is the same" + (" nevertheless." if part.differences else "."))
     apart = part.disagreement
     if apart is None:
         show("Their angles cannot be compared pair by pair.")
     elif apart.largest:
-        text = (
-            f"disagree by up to {apart.largest:.4g} rad over {apart.context:,} positions (pair "
+        show(
+            f"angles   disagree by up to {apart.largest:.4g} rad over {apart.context:,} positions (pair "
             f"{apart.pair}, position {apart.position:,}); by {NOTICED} rad {_from(apart.noticed)}, "
             f"by {LOST:g} rad {_from(apart.lost)}."
         )
-        show_table([("angles", text)])
 
 
 def _from(position: int | None) -> str:
@@ -221,7 +215,7 @@ def _from(position: int | None) -> str:
 
 def _side(value: object, source: str) -> str:
     shown = "-" if value is None else _value(value)
-    return f"{shown}\n{source}" if source else shown
+    return f"{shown} ({source})" if source else shown
 
 
 # --- formatting -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import TextIO, TypeAlias
 #: pipe (`| head -1`).
 FINDING, MISTAKE, CLOSED = 1, 2, 141
 #: Styles of text -> parameters of the terminal's escape code.
-STYLES = {"bold": "1", "dim": "2", "error": "1;31", "warning": "33", "note": "36", "ok": "32"}
+STYLES = {"bold": "1", "error": "1;31", "warning": "33", "note": "36"}
 
 # Failures of the machine, not of the user's input.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EFBIG)
@@ -33,8 +33,9 @@ _SLICE = {
 }
 # A call that makes a spec by hand, which stays Python; calls in its arguments included.
 _SPEC = re.compile(r"(RopeSpec\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))")
-# Least width at which a column of wrapped text is readable.
+# Least width at which a column of wrapped text is readable; all columns of a line but the last.
 _READABLE = 20
+_COLUMNS = re.compile(r".*  (?=\S)|\s*")
 
 
 class Mistake(Exception):
@@ -85,105 +86,60 @@ def show_json(document: object) -> None:
     print(json.dumps(document, indent=2, allow_nan=False))
 
 
-def show(text: str = "", style: str = "", indent: int = 0) -> None:
-    """Print a text, wrapped to the terminal's width."""
-    for line in _wrapped(text, _width() - indent):
-        print(" " * indent + _styled(line, style))
+def show(text: str = "", style: str = "") -> None:
+    """Print a text, wrapped to the terminal's width; the rest of a long line is indented like its last column."""
+    width = shutil.get_terminal_size((110, 24)).columns  # 110 for a file or a pipe
+    for line in map(_printable, text.split("\n")):
+        columns = _COLUMNS.match(line)
+        at = columns.end() if columns and columns.end() <= width - _READABLE else 0
+        start, rest = line[:at], " " * at
+        wrapped = textwrap.wrap(
+            line[at:],
+            max(width, 1),
+            initial_indent=start,
+            subsequent_indent=rest,
+            break_on_hyphens=False,
+        )
+        print("\n".join(_styled(each, style) for each in wrapped))
 
 
 def show_table(
-    rows: Sequence[Sequence[str]],
-    header: Sequence[str] = (),
-    *,
-    left: int | None = None,
-    style: str = "bold",
-    indent: int = 0,
+    rows: Sequence[Sequence[str]], header: Sequence[str] = (), *, align: str = "<", indent: int = 0
 ) -> None:
-    """Print rows of cells in columns. On a terminal too narrow for them, print a line for each cell.
+    """Print rows of cells in columns; what the terminal has no room for continues in the last column.
 
     Args:
-        rows: cells, which may have several lines; long lines are wrapped.
+        rows: cells, which may have several lines.
         header: the headings of the columns.
-        left: the number of columns, from the first on, that are aligned left; by default all.
-        style: the style of the first column.
+        align: "<" or ">", as in a format.
     """
-    table = [header, *rows] if header else rows
-    columns = [
-        [line for cell in column for line in cell.split("\n")]
-        for column in zip(*table, strict=True)
+    lines = [
+        line
+        for row in ([header, *rows] if header else rows)
+        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
     ]
-    widths = [max(map(len, column)) for column in columns]
-    words = [max(map(len, " ".join(column).split()), default=0) for column in columns]
-    least = [*words[:1], *(min(word, _READABLE) for word in words[1:])]
-    room = _width() - indent - 2 * (len(columns) - 1)
-    if sum(least) > room:
-        _show_list(rows, header, indent)
-        return
-    while sum(widths) > room:
-        _, widest = max((width, i) for i, width in enumerate(widths) if width > least[i])
-        widths[widest] -= 1
-    for row in table:
-        cells = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
-        for parts in zip_longest(*cells, fillvalue=""):
-            padded = [
-                part.ljust(width) if left is None or i < left else part.rjust(width)
-                for i, (part, width) in enumerate(zip(parts, widths, strict=True))
-            ]
-            line = "  ".join(padded).rstrip()
-            first, rest = line[: widths[0]], line[widths[0] :]
-            print(" " * indent + _styled(first, "" if row is header else style) + rest)
-        if row is header:
-            print(" " * indent + "─" * (sum(widths) + 2 * (len(widths) - 1)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for number, line in enumerate(lines):
+        cells = [f"{cell:{align}{width}}" for cell, width in zip(line, widths)]
+        show(" " * indent + "  ".join(cells).rstrip())
+        if header and not number:
+            show(" " * indent + "─" * min(sum(widths) + 2 * (len(widths) - 1), 80))
 
 
-def _show_list(rows: Sequence[Sequence[str]], header: Sequence[str], indent: int) -> None:
-    for row in rows:
-        for number, cell in enumerate(row):
-            named = f"{header[number]}: {cell}" if header and header[number] else cell
-            if cell:
-                show(named, "" if number else "bold", indent + (2 if number else 0))
+def progress(title: str) -> Callable[[float, str], None]:
+    """Return a function that takes the fraction done, from 0 to 1, and a text; it prints a line for each tenth.
 
-
-@contextmanager
-def progress(title: str) -> Iterator[Callable[[float, str], None]]:
-    """Yield a function that shows the fraction done, from 0 to 1, and a text on the error stream.
-
-    It keeps one line of a terminal up to date, and prints about ten lines elsewhere.
+    The lines go to the error stream.
     """
     shown = -1
-    terminal = sys.stderr.isatty()
 
     def update(fraction: float, text: str) -> None:
         nonlocal shown
-        line = f"{title} {min(fraction, 1.0):4.0%}  {_printable(text)}"
-        if terminal:
-            width = _width() - 1
-            print("\r" + line[:width].ljust(width), end="", file=sys.stderr, flush=True)
-        elif (tenth := int(min(fraction, 1.0) * 10)) > shown:
+        if (tenth := int(min(fraction, 1.0) * 10)) > shown:
             shown = tenth
-            print(line, file=sys.stderr)
+            write_line(f"{title} {min(fraction, 1.0):4.0%}  {text}", sys.stderr)
 
-    try:
-        yield update
-    finally:
-        if terminal:
-            print("\r" + " " * (_width() - 1), end="\r", file=sys.stderr, flush=True)
-
-
-def _width() -> int:
-    """Return the terminal's width, or that which `COLUMNS` states; 110 for a file or a pipe."""
-    return shutil.get_terminal_size((110, 24)).columns
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Split a text into lines that fit. The rest of a long line is indented like its beginning."""
-    lines = []
-    for line in map(_printable, text.split("\n")):
-        indent = " " * (len(line) - len(line.lstrip()))
-        lines += textwrap.wrap(
-            line, max(width, 1), subsequent_indent=indent, break_on_hyphens=False
-        ) or [""]
-    return lines
+    return update
 
 
 def _printable(text: str) -> str:

@@ -22,6 +22,8 @@ import multiprocessing
 import os
 import signal
 import sys
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +31,6 @@ from typing import TYPE_CHECKING, Any
 from ._output import FINDING, Mistake, add_pairing, as_mistakes, show, show_json, show_table
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from tightrope import RopeSpec
 
     from ..audit import Comparison, ModelReport, Report
@@ -114,12 +114,8 @@ def run(options: argparse.Namespace) -> int:
             report = _here(options.target, given)
     if options.json:
         show_json(report.to_dict())
-    elif isinstance(report, Comparison):
-        show_comparison(report)
-    elif isinstance(report, ModelReport):
-        show_model(report)
     else:
-        show_report(report)
+        _show(report)
     if isinstance(report, Comparison):
         return 0 if report.ok else FINDING
     severe = SEVERITIES[: SEVERITIES.index(options.fail_on) + 1]
@@ -186,26 +182,17 @@ def _apart(
     """Run the audit in a child process, which may crash or hang."""
     from ..audit import Comparison, Difference, Finding, Report
 
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_send, args=(theirs, target, options))
-    child.start()
-    theirs.close()
+    pool = futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
     try:
-        if ours.poll(seconds):
-            result = ours.recv()
-            if isinstance(result, Exception):
-                raise result
-            return result  # type: ignore[no-any-return]
+        return pool.submit(_here, target, options).result(seconds)
+    except futures.TimeoutError:
         code, sentence = "hangs", f"The audit did not end within {seconds:g} s."
-    except EOFError:
-        child.join()
-        number = child.exitcode or 0
-        end = f"was ended by signal {-number}" if number < 0 else f"ended with exit code {number}"
-        code, sentence = "crashes", f"The audit process {end}."
+    except BrokenProcessPool:
+        code, sentence = "crashes", "The audit process ended without a report."
     finally:
-        child.kill()
-        child.join()
+        for child in multiprocessing.active_children():
+            child.kill()
+        pool.shutdown()
     evidence = "run with --no-isolate under a debugger to see where"
     if "against" in options:
         different = (Difference(code, sentence, evidence),)
@@ -213,83 +200,25 @@ def _apart(
     return Report(target, {}, (Finding(code, "error", sentence, evidence),))
 
 
-def _send(there: Connection, target: str, options: dict[str, Any]) -> None:
-    """Send the report, or the error of wrong use, to the parent process."""
-    # On Ctrl-C this process ends without a traceback: the parent reports the interruption.
+def _begin() -> None:
+    """Prepare the child process."""
+    # On Ctrl-C it ends without a traceback: the parent reports the interruption.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.dup2(2, 1)  # what C code prints does not mix with the result
-    try:
-        there.send(_here(target, options))
-    except (ValueError, TypeError) as error:
-        there.send(ValueError(str(error)))
+    os.dup2(2, 1)  # what C code prints does not mix with the output
 
 
-def show_comparison(found: Comparison) -> None:
-    """Print the comparison as text, the verdict first."""
-    show(f"{found.first} against {found.second}", "bold")
-    if found.ok:
-        partly = any("not compared" in values for values in found.facts.values())
-        rest = ", as far as they were compared" if partly else ""
-        show(f"They agree to the bit{rest}.", "ok")
-    else:
-        show(f"They part first at: {found.codes[0]}.", "bold")
-    rows = [
-        (fact, one, other if other != one else "the same")
-        for fact, (one, other) in found.facts.items()
-    ]
-    show_table(rows, ("", "first", "second"), style="dim", indent=2)
-    for each in found.differences:
-        _show_part(each.code, "error", each.sentence, each.evidence)
-    show()
-    for dtype, (results, gradients) in found.shares.items():
-        both = "" if gradients is None else f" and {100 * gradients:.3g} % of gradients"
-        show(f"{dtype:<9} {100 * results:.3g} % of results{both} differ", "dim", indent=2)
+def _show(report: Report | Comparison | ModelReport) -> None:
+    """Print a report as text; for a model, after a table of the verdicts on its parts."""
+    from ..audit import SEVERITIES, ModelReport
 
-
-def show_model(found: ModelReport) -> None:
-    """Print the reports on the parts of a model, after a table of their verdicts."""
-    show(f"audit of {found.target}", "bold")
-    show_table(found.rows(), ("verdict", "part", "declared", "not seen"))
-    for report in found.parts.values():
-        show()
-        show_report(report)
-
-
-def show_report(report: Report) -> None:
-    """Print the report as text, the verdict first."""
-    from ..audit import verdict
-
-    show(f"audit of {report.target}", "bold")
-    show(verdict(report), "ok" if report.ok else "bold")
-    if report.facts:
-        facts = [(name, str(value)) for name, value in report.facts.items()]
-        show_table(facts, style="dim", indent=2)
-    if report.angle_errors:
-        show()
-        header = ("error of cos and sin below", "float32 x", "bfloat16 x", "float32 bound")
-        rows = [
-            (f"{each.position:,}", *map(_error, (each.float32, each.bfloat16, each.float32_angle)))
-            for each in report.angle_errors
-        ]
-        show_table(rows, header, left=0, style="", indent=2)
-    for each in report.findings:
-        title = f"{each.severity} {each.code}"
-        _show_part(title, each.severity, each.sentence, each.evidence, each.mend)
-    show()
-    for check in report.checks:
-        skipped, _, why = check.outcome.partition("skipped: ")
-        if not skipped:
-            show(f"not checked: {check.name} ({why})", "dim", indent=2)
-
-
-def _show_part(title: str, style: str, sentence: str, evidence: str, mend: str = "") -> None:
-    show()
-    show(title, style)
-    for text, style in ((sentence, ""), (evidence, "dim"), (mend, "")):
-        if text:
-            show(text, style, indent=2)
-
-
-def _error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
+    if isinstance(report, ModelReport):
+        show(f"audit of {report.target}")
+        show_table(report.rows(), ("verdict", "part", "not seen", "declared"))
+        for part in report.parts.values():
+            show()
+            _show(part)
+        return
+    for line in str(report).split("\n"):
+        severity = line.partition(" ")[0]
+        show(line, severity if severity in SEVERITIES else "")

@@ -68,9 +68,8 @@ def run(options: argparse.Namespace) -> int:
 
     names = ("out", "to", "dry_run", "verify")
     given = {name: getattr(options, name) for name in names}
-    with progress("convert") as report:
-        shown = None if options.json else report
-        done = _checkpoint.call(convert, options, report=shown, **given)
+    shown = None if options.json else progress("convert")
+    done = _checkpoint.call(convert, options, report=shown, **given)
     if options.json:
         show_json(dataclasses.asdict(done))
     else:

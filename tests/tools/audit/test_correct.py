@@ -495,7 +495,7 @@ def test_the_most_severe_findings_come_first() -> None:
     report = audit(planted.rope(sign=-1.0, shift=1))
     written = json.loads(json.dumps(report.to_dict()))
     assert [each["code"] for each in written["findings"]] == [each.code for each in report.findings]
-    assert "WARNING sign: All pairs turn in the opposite direction" in str(report)
+    assert "\nwarning sign\n  All pairs turn in the opposite direction" in str(report)
     assert str(report).splitlines()[1].endswith("checks passed.")
     order = [("error", "warning", "note").index(finding.severity) for finding in report.findings]
     assert order == sorted(order)

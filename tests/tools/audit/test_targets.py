@@ -316,7 +316,7 @@ def test_a_part_that_cannot_be_called_is_listed(monkeypatch: pytest.MonkeyPatch)
     (only,) = found.parts["vision_config"].findings
     assert (only.code, only.severity) == ("not-seen", "note")
     assert "no luck" in only.evidence
-    verdict, part, declared, unseen = found.rows()[1]
+    verdict, part, unseen, declared = found.rows()[1]
     assert (verdict, part, unseen) == ("not seen", "vision_config", "all of it")
     assert declared.startswith("RopeSpec(head_dim=32, ")
 

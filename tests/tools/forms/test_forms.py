@@ -40,16 +40,17 @@ def test_each_form_is_built_from_cosines_and_sines() -> None:
 _ONE_TABLE = "pair stacked cis matrix sin_cos cos_sin angles reversed_pair".split()
 # Parameters -> the calls that their names suggest.
 SUGGESTED: dict[str, list[str]] = {
-    "q, k, cos, sin, unsqueeze_dim=1": ["q, k, cos, sin", "q, k, sin, cos"],
-    "tensor, sin, cos": ["x, sin, cos", "x, cos, sin"],
+    "q, k, cos, sin, unsqueeze_dim=1": ["q, k, cos, sin"],
+    "tensor, sin, cos": ["x, sin, cos"],
+    "x, sinus, freqs": ["x, cos, sin", "x, sin, cos"],
     "xq, xk, freqs_cis": [f"q, k, {role}" for role in _ONE_TABLE],
-    "x, cos, sin, position_ids=None": ["x, cos, sin", "x, sin, cos"],
-    "q, k, cos, sin, position_ids": ["q, k, cos, sin, positions", "q, k, sin, cos, positions"],
+    "x, cos, sin, position_ids=None": ["x, cos, sin"],
+    "q, k, cos, sin, position_ids": ["q, k, cos, sin, positions"],
     "x, positions": ["x, positions", "x, positions -> cos, sin"],
     "q, k, pos": ["q, k, positions"],
     "q, k=None, positions=None": ["q, k, positions"],
     "q, k, v, cos, sin": [],
-    "q, k, cos, sin, v=None": ["q, k, cos, sin", "q, k, sin, cos"],
+    "q, k, cos, sin, v=None": ["q, k, cos, sin"],
     "x, freqs, grid_sizes": [],
     "t, seq_dim=None, offset=0": ["x, seq_dim, offset"],
     "x, cu_seqlens": ["x, cu_seqlens"],
