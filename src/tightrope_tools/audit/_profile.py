@@ -1,7 +1,7 @@
 """The measurement of a rotary function: its matrices at positions 0 to 15, and the profile that they give.
 
-The near matrices predict the results of other calls. They also give pairs, direction and factor. Then one x that is 1 in the first channel of each pair gives the
-cosines and sines of all pairs at the positions of a call, as complex numbers.
+The near matrices predict the results of other calls. They also give pairs, direction and factor. Then one x that is 1
+in the first channel of each pair gives the cosines and sines of all pairs at the positions of a call, as complex numbers.
 """
 
 from __future__ import annotations
