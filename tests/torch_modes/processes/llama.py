@@ -37,7 +37,7 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def small_llama(size: int, attention: str = "sdpa") -> LlamaForCausalLM:
+def small_llama(size: int) -> LlamaForCausalLM:
     """Make a random model with two query heads and one key head for each process; its scores depend on angles."""
     config = LlamaConfig(
         hidden_size=64,
@@ -48,7 +48,7 @@ def small_llama(size: int, attention: str = "sdpa") -> LlamaForCausalLM:
         head_dim=16,
         initializer_range=0.12,
         vocab_size=VOCABULARY,
-        attn_implementation=attention,
+        attn_implementation="sdpa",
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config)
