@@ -177,10 +177,7 @@ def test_a_model_of_today_is_that_committed(library: str, name: str) -> None:
         assert rows.of_model(LIBRARIES[library], name) == MODELS[library, name]
 
 
-OTHER_TYPES = [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in TYPES]
-
-
-@pytest.mark.parametrize("name", [*TYPES, *OTHER_TYPES])
+@pytest.mark.parametrize("name", CONFIGS if ALL else TYPES)
 def test_a_configuration_of_today_is_that_committed(name: str) -> None:
     same_version("transformers")
     assert len(LAYERED) >= 36  # a rule that is lost would lose its test

@@ -162,7 +162,7 @@ def facts(target: str, source: Any, blocks: Any, count: bool) -> dict[str, Any]:
         return {"wide": wide, "spills": sum(spills), "float64": "_f64" in code}
     ptx = kernel.asm["ptx"]
     cubin = kernel.asm["cubin"]
-    usage = usage_of(cubin)
+    registers, spills = usage_of(cubin)
     every = re.findall(r"(?:ld|st)\.global\S*", ptx)
     flying = {"in flight": in_flight(disassembled(cubin))} if count else {}
     return flying | {
@@ -170,8 +170,8 @@ def facts(target: str, source: Any, blocks: Any, count: bool) -> dict[str, Any]:
         "stores": len([x for x in every if x.startswith("st")]),
         "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
-        "registers": usage.registers,
-        "spills": usage.spills,
+        "registers": registers,
+        "spills": spills,
         "float64": ".f64" in ptx,
         "approximations": sorted(
             set(re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|rcp|div|sqrt)\.approx", ptx))

@@ -6,26 +6,18 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import triton
 
 
-class Usage(NamedTuple):
-    """Registers of a thread, and bytes of a thread that spill."""
-
-    registers: int
-    spills: int
-
-
-def usage_of(cubin: bytes) -> Usage:
-    """Return what a kernel uses."""
+def usage_of(cubin: bytes) -> tuple[int, int]:
+    """Return the registers of a thread, and the bytes of a thread that spill."""
     text = _ran("cuobjdump", cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     if found is None:
         raise ValueError(f"[usage_of] cuobjdump's output must name registers: {text!r}.")
     registers, stack, local = map(int, found.groups())
-    return Usage(registers, stack + local)
+    return registers, stack + local
 
 
 def disassembled(cubin: bytes) -> str:

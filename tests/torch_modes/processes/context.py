@@ -21,37 +21,27 @@ SPEC = RopeSpec(16)
 TOKENS = 48
 
 
-def compare(group: Group, kind: str) -> None:
-    """Rotate forward and backward, on one process and on all.
+@scenario
+def context_parallel_of_one_sequence(group: Group) -> None:
+    """Each process has two chunks, one from each end, or a contiguous one: forward and backward as one process.
 
     torch shards the inputs, and the results of one process, in the same way.
     """
     *xs, one, other = torch.randn(4, 2, 4, TOKENS, 16).unbind()
-    leaves = [x.clone().requires_grad_() for x in xs]
+    leaves = [x.requires_grad_() for x in xs]
     rotated = rotate_qk(*leaves, SPEC)
     want = [*(y.detach() for y in rotated), *torch.autograd.grad(rotated, leaves, (one, other))]
-    ids = torch.arange(TOKENS)[None]
-    buffers = [*xs, one, other, *want, ids]
-    _cp_options.enable_load_balance = kind == "zigzag"
-    with context_parallel(group.mesh, buffers=buffers, buffer_seq_dims=[2] * 8 + [1]):
-        leaves = [x.clone().requires_grad_() for x in xs]
-        where = positions.shard(None, group.rank, group.size, kind=kind, tokens=TOKENS)
-        assert torch.equal(positions.explicit(where, TOKENS // group.size).ids[0], ids)
-        mine = rotate_qk(*leaves, SPEC, where)
-        found = *mine, *torch.autograd.grad(mine, leaves, (one, other))
-        assert all(map(torch.equal, found, want))
-
-
-@scenario
-def context_parallel_zigzag(group: Group) -> None:
-    """Each process has two chunks, one from each end."""
-    compare(group, "zigzag")
-
-
-@scenario
-def context_parallel_contiguous(group: Group) -> None:
-    """Each process has one chunk, without load balancing."""
-    compare(group, "contiguous")
+    whole = [*(x.detach() for x in xs), one, other, *want, torch.arange(TOKENS)[None]]
+    for kind in ("zigzag", "contiguous"):
+        q, k, one, other, *want, ids = buffers = [x.clone() for x in whole]
+        _cp_options.enable_load_balance = kind == "zigzag"
+        with context_parallel(group.mesh, buffers=buffers, buffer_seq_dims=[2] * 8 + [1]):
+            where = positions.shard(None, group.rank, group.size, kind=kind, tokens=TOKENS)
+            assert torch.equal(positions.explicit(where, TOKENS // group.size).ids[0], ids)
+            leaves = [x.clone().requires_grad_() for x in (q, k)]
+            mine = rotate_qk(*leaves, SPEC, where)
+            found = *mine, *torch.autograd.grad(mine, leaves, (one, other))
+            assert all(map(torch.equal, found, want))
 
 
 @scenario
