@@ -48,17 +48,19 @@ GIVEN = json.loads(Path(__file__).with_name("bits.json").read_text("utf-8"))
 CASES = {name: Case(**facts) for name, facts in GIVEN["models"].items()}
 
 
-def made(case: Case) -> Any:
-    """A small random model in bfloat16."""
+def made(case: Case, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A small random model."""
     rope = {"rope_type": "default", **case.rope}
-    width = {"head_dim": case.width, "qk_rope_head_dim": case.width}
+    width = {"head_dim": case.width}
+    if case.kind == "deepseek_v3":
+        width |= {"qk_rope_head_dim": case.width, "qk_nope_head_dim": 128}
     settings = {**GIVEN["settings"], **width, "rope_parameters": rope}
     config = AutoConfig.for_model(case.kind, **settings, max_position_embeddings=131_072)
     home = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
     maker = getattr(home, case.name)._from_config if case.name else AutoModel.from_config
     torch.manual_seed(0)
     # Not .bfloat16(), which would round the frequencies too: trainers do not.
-    return maker(config, attn_implementation="eager", dtype=torch.bfloat16)
+    return maker(config, attn_implementation="eager", dtype=dtype)
 
 
 def ids_of(spec: RopeSpec, tokens: int) -> torch.Tensor:
@@ -67,21 +69,24 @@ def ids_of(spec: RopeSpec, tokens: int) -> torch.Tensor:
     return ids if spec.axes is None else torch.stack((ids, ids // 32, ids % 32))
 
 
-def runs(rotation: Callable[..., Any], width: int, tokens: int) -> tuple[torch.Tensor, ...]:
+def runs(
+    rotation: Callable[..., Any], width: int, tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     """Rotated q and k, and their gradients, each in one tensor."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(len(STARTS), heads, tokens, width) for heads in (4, 2) * 2]
-    draws = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    draws = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     xs = [x.requires_grad_() for x in draws[:2]]
     ys = rotation(*xs)
     grads = torch.autograd.grad(ys, xs, draws[2:])
     return tuple(torch.cat([x.detach().flatten() for x in each]) for each in (ys, grads))
 
 
-def shares(name: str, server: str, tokens: int = TOKENS) -> list[float]:
+def shares(
+    case: Case, server: str, tokens: int = TOKENS, dtype: torch.dtype = torch.bfloat16
+) -> list[float]:
     """The shares of unequal numbers: forward before and after the patch, then backward."""
-    case = CASES[name]
-    model = made(case)
+    model = made(case, dtype)
     spec: Any = RopeSpec.from_config(model.config)
     ids = ids_of(spec, tokens)
     plain = torch.arange(case.width)
@@ -100,13 +105,13 @@ def shares(name: str, server: str, tokens: int = TOKENS) -> list[float]:
         whole = (torch.nn.functional.pad(x, (spec.start, 0)) for x in (q, k))
         return [y[..., spec.start :] for y in rotate_qk(*whole, rope)]
 
-    wanted = runs(servers, case.width, tokens)
-    before = runs(trainers, case.width, tokens)
+    wanted = runs(servers, case.width, tokens, dtype)
+    before = runs(trainers, case.width, tokens, dtype)
     report = patch(model, stack=server)
-    if report.left:
-        raise RuntimeError(f"{name}: {report}")
+    if report.left or f"cosines and sines of {server}" not in str(report):
+        raise RuntimeError(f"{case.kind}: {report}")
     try:
-        after = runs(trainers, case.width, tokens)
+        after = runs(trainers, case.width, tokens, dtype)
     finally:
         unpatch(model)
     return [
@@ -134,7 +139,7 @@ def rows() -> Iterator[list[str]]:
     """Measure every row."""
     for name, case in CASES.items():
         for server in servers_of(case):
-            yield row(name, server, shares(name, server))
+            yield row(name, server, shares(case, server))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import ast
 import functools
 import itertools
-import json
 import math
 import sys
 import types
@@ -411,13 +410,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "folder", type=Path, nargs="?", help="the libraries' source; none to write the page only"
     )
-    parser.add_argument("--only", choices=STACKS, help="one stack")
     options = parser.parse_args(arguments)
     pages.between_marks(PAGE, "stacks", table())
     if options.folder is None:
         return
-    found: dict[str, Any] = {} if not RESULTS.exists() else json.loads(RESULTS.read_text())
-    for name in [options.only] if options.only else STACKS:
+    found: dict[str, Any] = {}
+    for name in STACKS:
         stack = stacks.get(name)
         found[name] = {"source": stack.source, "torch": torch.__version__}
         every = STACKS[name](Source(options.folder))

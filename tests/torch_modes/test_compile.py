@@ -1,4 +1,4 @@
-"""Compiled calls: one graph for all lengths, any spec, and the constants of a graph.
+"""Compiled calls: any spec, the constants of a graph, and the definition.
 
 tests/laws/test_compile.py has what holds for every call; test_export.py what is exported.
 """
@@ -8,13 +8,12 @@ from functools import partial
 import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support import helpers
 from tests.support.helpers import on
 from tests.support.matrix import INDUCTOR
 from tests.support.tolerances import assert_each, assert_near
-from tightrope import RopeSpec, backends, positions
+from tightrope import RopeSpec, backends
 from tightrope.frequencies import DynamicNTK, LongRoPE, Rule
 from tightrope.functional import apply_rotary_pos_emb, rotate, rotate_, rotate_qk, rotate_qk_
 
@@ -25,54 +24,13 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 BACKEND = "inductor" if INDUCTOR else "aot_eager"
 
 
-def graphs_for(function, calls, *, dynamic: bool | None = None) -> int:
-    counter = CompileCounterWithBackend(BACKEND)
-    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
-    for call in calls:
-        fresh = [a.clone() if isinstance(a, torch.Tensor) else a for a in call]
-        expected, got = function(*call), compiled(*fresh)
-        assert_each(torch.equal, expected, got)
-    return counter.frame_count
-
-
-LENGTHS = ((5, 2), (6, 3), (7, 4), (9, 100), (13, 100_000), (4, 5))
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("where", ["offset", "ids", "per row", "prepared", "learned"])
-def test_one_graph_for_all_lengths_and_offsets(where: str, in_place: bool) -> None:
-    call = rotate_qk_ if in_place else rotate_qk
-
-    def function(q, k, at):
-        if where == "per row":
-            at = positions.per_row(at)
-        if where == "prepared":
-            return call(q, k, SPEC.at(at))
-        if where == "learned":
-            return call(q, k, SPEC.at(3, inv_freq=at))
-        return call(q, k, SPEC, at)
-
-    calls = []
-    for tokens, offset in LENGTHS:
-        at = {
-            "ids": torch.arange(tokens) + offset,
-            "per row": torch.tensor([offset, 7]),
-            "learned": noise(3),
-        }.get(where, offset)
-        calls.append((noise(2, 3, tokens, 8), noise(2, 2, tokens, 8), at))
-    # torch.compile makes the first graph for the first length only, and the second for all lengths.
-    assert graphs_for(function, calls) <= 2
-    torch._dynamo.reset()
-    assert graphs_for(function, calls, dynamic=True) == 1
-
-
 def test_one_compiled_function_takes_any_spec() -> None:
+    """Out of place and in place; the results have the bits of eager ones."""
     specs = [RopeSpec(8, base=base) for base in (10.0, 1e4, 5e5)]
-    compiled = torch.compile(lambda x, spec: rotate(x, spec, 9), fullgraph=True, backend=BACKEND)
+    run = partial(every_verb, noise(2, 3, 5, 8), noise(2, 2, 5, 8))
+    compiled = torch.compile(run, fullgraph=True, backend=BACKEND)
     for spec in (*specs, *specs):
-        x = noise(1, 2, 5, 8)
-        assert torch.equal(compiled(x, spec), rotate(x, spec, 9))
+        assert_each(torch.equal, compiled(spec), run(spec))
 
 
 @pytest.mark.one_in(2)
@@ -107,12 +65,12 @@ def test_equal_specs_share_the_constants_of_a_graph(used: bool, rule: Rule | Non
     assert torch.tensor not in [node.target for node in graph.nodes]
 
 
-def every_verb(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def every_verb(q: torch.Tensor, k: torch.Tensor, spec: RopeSpec = SPEC) -> tuple[torch.Tensor, ...]:
     outs = torch.empty_like(q), torch.empty_like(k)
     return (
-        *rotate_qk(q * 2, k, SPEC, 9),
-        *rotate_qk_(q * 2, k.clone(), SPEC, 9),
-        *rotate_qk(q * 2, k, SPEC, 9, out=outs),
+        *rotate_qk(q * 2, k, spec, 9),
+        *rotate_qk_(q * 2, k.clone(), spec, 9),
+        *rotate_qk(q * 2, k, spec, 9, out=outs),
     )
 
 

@@ -111,6 +111,16 @@ def test_results_written_to_out_are_there_in_a_repeated_pass() -> None:
     assert torch.equal(w.grad, 2 * w * rotate(X, RopeSpec(16), 5))  # type: ignore[arg-type]
 
 
+def test_what_is_remembered_of_tables_is_computed_unseen() -> None:
+    """The first call compares the halves of the tables; the second one knows that they are equal."""
+    tables = [table.repeat(1, 2) for table in (COS, SIN)]
+    with Watcher() as first:
+        apply_rotary_pos_emb(X, None, *tables)
+    with Watcher() as second:
+        apply_rotary_pos_emb(X, None, *tables)
+    assert first.seen == second.seen
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("first", ["outside", "inside"])
 @pytest.mark.parametrize("name", ["dynamic NTK, ids", "LongRoPE, ids", "stack", "plain"])

@@ -262,8 +262,6 @@ def test_compiled_for_several_lengths(dynamic: bool | None) -> None:
 
 # --- positions -------------------------------------------------------------------------------------
 
-every_kind = pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-
 
 def zigzag(x: torch.Tensor, dim: int, chunks: int = RANKS) -> torch.Tensor:
     """Return tokens in the order in which a zig-zag group of ranks holds them."""
@@ -272,21 +270,23 @@ def zigzag(x: torch.Tensor, dim: int, chunks: int = RANKS) -> torch.Tensor:
     return torch.cat([parts[index] for index in order], dim)
 
 
-def in_order(kind: str, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(zigzag(x, 2) for x in xs) if kind == "zigzag" else xs
-
-
-@every_kind
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ids", [None, 5, IDS[:, :8].repeat(1, 2)], ids=["none", "offset", "ids"])
 def test_positions_of_one_rank(kind: str, ids: torch.Tensor | int | None) -> None:
+    """Of rotations, and of keys that move from these to others."""
     q, k = noise(3, 6, 16, 16), noise(3, 3, 16, 16, seed=1)
-    q, k, *wanted = in_order(kind, q, k, *rotate_qk(q, k, SPEC, ids))
+    other = RopeSpec(16, base=5e5, rotary_dim=12, start=2)
+    whole = q, k, *rotate_qk(q, k, SPEC, ids), rerotate(q, SPEC, other, ids, 3)
+    q, k, *wanted, moved = (zigzag(x, 2) if kind == "zigzag" else x for x in whole)
     for number in range(RANKS):
         with rank(number) as mesh:
-            where = positions.shard(ids, number, RANKS, kind=kind, tokens=16)
+            where, to = (
+                positions.shard(one, number, RANKS, kind=kind, tokens=16) for one in (ids, 3)
+            )
             given = [place(x, mesh, TOKENS) for x in (q, k)]
             for spec, at in ((SPEC, where), (SPEC.at(where), None)):
                 assert_parts(rotate_qk(*given, spec, at), wanted, mesh, TOKENS)
+            assert_parts([rerotate(given[0], SPEC, other, where, to)], [moved], mesh, TOKENS)
 
 
 def test_packed_sequences_in_zigzag_order() -> None:
@@ -337,23 +337,6 @@ def test_shards_of_positions_are_rewritten(by: By) -> None:
             found = [rotate(given, axes, positions.text(where, axes=2))]
             found += [rotate(given, SPEC, each) for each in (again, nested, rows)]
             assert_parts(found, wanted, mesh, *own)
-
-
-@every_kind
-def test_rerotate_positions_of_one_rank(kind: str) -> None:
-    x, ids = noise(3, 6, 16, 16), IDS[:, :1] + torch.arange(16)
-    other = RopeSpec(16, base=5e5, rotary_dim=12, start=2)
-    x, *wanted = in_order(kind, x, rerotate(x, SPEC, other), rerotate(x, SPEC, SPEC, ids, 3))
-    for number in range(RANKS):
-        with rank(number) as mesh:
-
-            def own(where: Any, number: int = number) -> Any:
-                return positions.shard(where, number, RANKS, kind=kind, tokens=16)
-
-            given = place(x, mesh, TOKENS)
-            changed = rerotate(given, SPEC, other, own(None))
-            moved = rerotate(given, SPEC, SPEC, own(ids), own(3))
-            assert_parts((changed, moved), wanted, mesh, TOKENS)
 
 
 def test_ids_of_a_stack() -> None:

@@ -140,30 +140,6 @@ def test_strides(kind: str) -> None:
     check_words(STRIDES[kind](given[0]), None, None, False, True)
 
 
-def test_one_token_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk of tokens is added up in one launch; more tokens take three."""
-    from tightrope.backends.triton import blocks, phases
-
-    launches = []
-    real = phases.launcher
-
-    def counting(*arguments: Any) -> Any:
-        launch = real(*arguments)
-        return lambda *rest: (launches.append(arguments[1]), launch(*rest))
-
-    monkeypatch.setattr(phases, "launcher", counting)
-    monkeypatch.setattr(blocks, "WALKS", blocks.WALKS._replace(pairs=8))
-    for tokens, pairs, running, wanted in (
-        (1, PAIRS, True, [(6, 1, 1)]),
-        (CHUNK, 17, True, [(6, 3, 1)]),
-        (CHUNK + 1, 3, True, [(6, 1, 1), (6, 1, 1), (6, 1, 1)]),
-        (CHUNK + 1, 3, False, [(6, 1, 1)]),
-    ):
-        launches.clear()
-        check_words(angles(tokens, torch.float32, pairs), None, None, running, True)
-        assert launches == wanted
-
-
 def test_gradients_that_are_nan_end_at_a_reset() -> None:
     tokens = 3 * CHUNK
     for token in (CHUNK - 1, CHUNK, CHUNK + 1):

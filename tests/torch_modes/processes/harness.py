@@ -42,14 +42,6 @@ class Group:
         """All processes in one dimension."""
         return init_device_mesh("cpu", (self.size,))
 
-    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the tensors of all processes, concatenated in the order of ranks."""
-        parts = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
-        ]
-        dist.all_gather(parts, x.detach().contiguous())
-        return torch.cat(parts, dim)
-
 
 SCENARIOS: dict[str, Callable[[Group], None]] = {}
 

@@ -1,4 +1,4 @@
-"""Sharded parameters, pipeline stages and checkpoints of a model made of this library's modules."""
+"""Sharded parameters and checkpoints of a model made of this library's modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tightrope import RopeSpec
 from tightrope.activations import RMSNorm
@@ -59,7 +58,6 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
         if self.kind == "norm":
             act = RMSNorm(self.q_weight), RMSNorm(self.k_weight)
-            # Positions are made here; nothing but activations comes from other stages.
             q, k = rotate_qk(q, k, self.spec.at(1_000_000), layout="bshd", act=act)
         elif self.kind == "module":
             q, k = self.rope(q, seq_dim=1), self.k_rope(k)
@@ -138,33 +136,6 @@ def sharded_parameters_in_bfloat16(group: Group) -> None:
         # The mean over processes is a float32 sum in any order.
         bound = parts.abs().sum(0) * 2**-23
         assert ((grad - parts.mean(0)).abs() <= bound).all(), name
-
-
-@scenario
-def pipeline(group: Group) -> None:
-    """Pipeline stages equal the same microbatches on one process, to the bit."""
-    count = group.size
-    x, target = torch.randn(2, 2 * count, TOKENS, WIDTH)
-    model = layers()
-    parts = [nn.Sequential(*model[i :: group.size]) for i in range(group.size)]
-    whole = nn.Sequential(*copy.deepcopy(parts))
-
-    def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (y - target).square().mean()
-
-    want = []
-    for row, goal in zip(x.chunk(count), target.chunk(count)):
-        want.append(whole(row))
-        loss(want[-1], goal).backward()
-
-    stage = PipelineStage(parts[group.rank], group.rank, group.size, torch.device("cpu"))
-    runner = Schedule1F1B(stage, count, loss_fn=loss)
-    first, last = group.rank == 0, group.rank == group.size - 1
-    got = runner.step(*([x] if first else []), **({"target": target} if last else {}))
-    if last:
-        assert torch.equal(got, torch.cat(want))
-    for mine, full in zip(parts[group.rank].parameters(), whole[group.rank].parameters()):
-        assert torch.equal(mine.grad, full.grad / count)
 
 
 @scenario

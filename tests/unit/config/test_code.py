@@ -1,7 +1,7 @@
 """Facts of the code of transformers, in families.json, are those of the installed version.
 
-Rotary modules, built from the configurations of models and from those of defaults, have the frequencies of the specs.
-tests/coverage/test_rows.py has the pairing of its functions and the layers that small models rotate, test_classes.py the
+Rotary modules that are built from the configurations of models have the frequencies of the specs. tests/coverage/test_rows.py
+has the pairing of its functions, and the layers, channels and angles of small models of all types; test_classes.py has the
 facts that configuration classes give.
 """
 
@@ -10,10 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import inspect
-import math
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.support.model_configs import MODELS, Model
 from tests.support.reading import read, refused
 from tightrope import RopeSpec
-from tightrope.config import LayerSpecs, provenance, sections, source_of
+from tightrope.config import LayerSpecs, provenance
 from tightrope.config.families import FAMILIES
 from tightrope.frequencies import YaRN
 
@@ -128,81 +125,6 @@ def test_the_frequencies_are_those_of_the_published_module(model: Model) -> None
         if kind != "phimoe":  # chooses its scaling in each call
             scaling = getattr(module, f"{prefix}attention_scaling")
             assert scaling == pytest.approx(spec.frequencies().attention_scaling, rel=1e-6)
-
-
-# Their modules have no frequencies, or compute them in each call.
-WITHOUT_INV_FREQ = {"codegen", "gptj", "roformer"}
-FULL_OR_SLIDING = ("full_attention", "sliding_attention", "hybrid_sliding")
-# DeepSeek V4's modules have buffers by section.
-SECTION_OF: dict[Any, Any] = {
-    "compressed_sparse_attention": "compress",
-    "heavily_compressed_attention": "compress",
-}
-
-
-def rotary_modules(config: Any) -> Iterator[torch.nn.Module]:
-    """Yield the rotary modules of the configuration's modeling file that have frequencies of it."""
-    try:
-        module, _ = modeling(config)
-    except (ImportError, KeyError):
-        return
-    for name, kind in vars(module).items():
-        own = inspect.isclass(kind) and kind.__module__ == module.__name__
-        if own and "RotaryEmbedding" in name:
-            try:
-                made = kind(config)
-            except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError):
-                continue  # of another part of the model
-            if any("inv_freq" in name for name, _ in made.named_buffers()):
-                yield made
-
-
-def has_frequencies(module: torch.nn.Module, layer: str | None, spec: RopeSpec) -> bool:
-    """Return True if a module has the frequencies of a spec, for one coordinate or for each of two."""
-    wanted = exact(spec).sort().values
-    turns = math.tau if "dino" in type(module).__name__.lower() else 1.0
-    buffers = {name: x for name, x in module.named_buffers() if name.endswith("inv_freq")}
-    own = [x for name, x in buffers.items() if name.startswith(f"{layer}_inv")]
-    for found in own or buffers.values():
-        omega = (found.double().flatten() * turns).sort().values
-        times = wanted.numel() // omega.numel() if omega.numel() else 1
-        if spec.axes is not None and times in (2, 3):
-            omega = omega.repeat_interleave(times)  # shared by coordinates
-        if omega.shape == wanted.shape and torch.allclose(omega, wanted, rtol=1e-5, atol=0):
-            return True
-    return False
-
-
-def every_default() -> Iterator[tuple[str, Any, str | None, Any]]:
-    """Yield name, configuration of defaults, section to choose and the configuration of that section."""
-    for name in {*transformers.CONFIG_MAPPING} - WITHOUT_INV_FREQ:
-        try:
-            config = transformers.CONFIG_MAPPING[name]()
-        except (ValueError, StrictDataclassError):
-            continue  # the few that have no defaults
-        parts = sections(config)
-        for section in parts:
-            chosen = section if section or len(parts) > 1 else None
-            prefix = source_of(config, chosen).prefix
-            yield name, config, chosen, functools.reduce(getattr, prefix.split(".")[:-1], config)
-
-
-@pytest.mark.slow
-def test_the_frequencies_of_all_defaults_are_those_of_the_published_modules() -> None:
-    compared = 0
-    for name, config, section, inner in every_default():
-        try:
-            specs = read(config, section=section)
-        except (ValueError, TypeError):
-            continue
-        modules, layers = [*rotary_modules(inner)], set(getattr(inner, "layer_types", None) or ())
-        for layer, spec in dict(specs if isinstance(specs, LayerSpecs) else {None: specs}).items():
-            used = not layers or layer not in FULL_OR_SLIDING or layer in layers
-            if spec is not None and modules and used:
-                own = SECTION_OF.get(layer, layer)
-                assert any(has_frequencies(each, own, spec) for each in modules), (name, layer)
-                compared += 1
-    assert compared > 150
 
 
 # --- a part of the channels -----------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
 from tests.support import oracle
-from tests.support.matrix import every_pair
 from tests.support.models.of_transformers import (
     DEFAULT,
     DIM,
@@ -29,10 +27,8 @@ from tests.support.models.of_transformers import (
 )
 from tests.support.tolerances import assert_each, assert_same_bits, value
 from tests.support.zoo import turn
-from tightrope import RopeSpec, patch, unpatch
-from tightrope.functional import rotate_qk
+from tightrope import patch, unpatch
 from tightrope.patching import Calls
-from tightrope.positions import multi_axis
 
 KINDS = ("sliding_attention", "full_attention")
 BASES = {kind: {**DEFAULT, "rope_theta": 10.0**n} for n, kind in enumerate(KINDS, 3)}
@@ -390,59 +386,9 @@ def test_ids_without_values_are_not_looked_at() -> None:
         assert model(**given)[0].shape[:2] == (2, 12)
 
 
-# --- the bits of a stack, forward and backward ----------------------------------------------------
+# --- stacks; tests/coverage/test_bits.py has their bits ---------------------------------------------
 
 IDS = torch.tensor([[0, 1, 5, 63, 900, 4095, 100_000], [7, 6, 5, 4, 3, 2, 1]])
-MSCALES = {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "default": ("Llama", DEFAULT),
-    "linear": ("Llama", {**DEFAULT, "rope_type": "linear", "factor": 4.0}),
-    "yarn": ("Llama", YARN),
-    "llama3": ("Llama", LLAMA3),
-    "some channels": ("GPT-NeoX", {**DEFAULT, "partial_rotary_factor": 0.5}),
-    "adjacent pairs": ("DeepSeek-V3", MSCALES),
-    "three axes": ("Qwen2.5-VL", {**DEFAULT, "mrope_section": [2, 3, 3]}),
-}
-
-
-def rotated(model: Any, q: torch.Tensor, k: torch.Tensor) -> Any:
-    """Rotate q and k as the attention of a model does: by its tables and the function that it calls."""
-    body = getattr(model, "model", getattr(model, "gpt_neox", model))
-    file = sys.modules[type(model).__module__]
-    function = getattr(file, "apply_rotary_pos_emb_interleave", file.apply_rotary_pos_emb)
-    return function(q, k, *body.rotary_emb(q, IDS))
-
-
-def runs(function: Any, dtype: torch.dtype, order: torch.Tensor) -> list[torch.Tensor]:
-    """Results, with their channels in an order, and gradients."""
-    generator = torch.Generator().manual_seed(0)
-    xs = [torch.randn(2, h, 7, DIM, generator=generator).to(dtype).requires_grad_() for h in (4, 2)]
-    weights = [torch.randn(x.shape, generator=generator).to(dtype) for x in xs]
-    ys = [y[..., order] for y in function(*xs)]
-    return [*ys, *torch.autograd.grad(ys, xs, weights)]
-
-
-@every_pair(stack=("vllm", "vllm-native", "sglang"), name=tuple(MODELS), dtype=(F32, BF16, F16))
-def test_the_bits_of_a_stack(stack: str, name: str, dtype: torch.dtype) -> None:
-    family, rope = MODELS[name]
-    model = small_model(family, rope_parameters=rope).to(dtype)
-    spec = RopeSpec.from_config(model.config)
-    assert isinstance(spec, RopeSpec)
-    report = patch(model, stack=stack)
-    assert not report.left, str(report)
-    assert f"RotaryEmbedding: cosines and sines of {stack}" in str(report)
-    where = IDS if spec.axes is None else multi_axis(IDS.expand(3, *IDS.shape))
-    rope_ = spec.at(where, stack=stack)
-    # DeepSeek's spec has channels before those that turn, and transformers returns adjacent pairs as two halves.
-    front, plain = spec.start, torch.arange(DIM)
-    order = plain.view(2, -1).T.flatten() if spec.interleaved else plain
-
-    def wanted(*xs: torch.Tensor) -> Any:
-        ys = rotate_qk(*(torch.nn.functional.pad(x, (front, 0)) for x in xs), rope_)
-        return [y[..., front:] for y in ys]
-
-    got = runs(lambda q, k: rotated(model, q, k), dtype, order)
-    assert_same_bits(got, runs(wanted, dtype, plain))
 
 
 def test_tables_have_the_dtype_of_autocast() -> None:
