@@ -1,7 +1,8 @@
 """Compile the Triton kernels without a GPU: run by tests/kernel/triton/test_machine_code.py.
 
 The script has a process of its own, because Triton chooses compiler or interpreter at import.
-It prints JSON. With the argument "some" it leaves out what differs from the rest only in known ways.
+It prints JSON. With the argument "some" it leaves out what differs from the rest only in known ways. With the argument
+"table" it prints the table of docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tests.support.triton.machine_code import disassembled, in_flight, usage_of
+from tests.support.triton.machine_code import accesses_of, disassembled, in_flight, usage_of
 from tightrope.activations import ACTS
 from tightrope.angles import words_from
 from tightrope.backends.triton import launch, operators, phases, rotation, slots, sums
@@ -28,14 +29,7 @@ TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx94
 
 # With the argument "some", these are compiled for AMD, and LEFT_OUT for no target.
 ON_AMD = ("bfloat16", "M-RoPE", "tables", "log gate", "rms_norm backward", "positions", "running")
-LEFT_OUT = (
-    "bfloat16 interleaved",
-    "slice",
-    "backward",
-    "a token",
-    "norm, then factor",
-    "rms_norm backward, wide",
-)
+LEFT_OUT = ("bfloat16 interleaved", "slice", "backward", "a token", "norm, then factor")
 # Kernels whose loads are counted; to disassemble one takes 0.4 s.
 COUNTED = (
     *("bfloat16", "bfloat16 interleaved", "float32", "float32 interleaved", "M-RoPE", "tables"),
@@ -61,20 +55,18 @@ def heads(n: int, dtype: torch.dtype, width: int = 128) -> torch.Tensor:
     return torch.empty(2, 64, n, width, dtype=dtype).transpose(1, 2)
 
 
-def calls() -> dict[str, Any]:
-    """Return the calls whose kernels are compiled, by name."""
-    q, k = heads(32, torch.bfloat16), heads(8, torch.bfloat16)
+def calls(width: int = 128) -> dict[str, Any]:
+    """Return the calls whose kernels are compiled, by name; those of the table on heads of any width."""
+    q, k = heads(32, torch.bfloat16, width), heads(8, torch.bfloat16, width)
     f, g = heads(32, torch.float32), heads(8, torch.float32)
-    wide, token = heads(32, torch.bfloat16, 256), slice(1)
+    pairs, token = width // 2, slice(1)
     ids = torch.zeros(3, 2, 64, dtype=torch.int64)
     table = torch.empty(1, 1, 64, 128)
 
     def into(q: torch.Tensor, k: torch.Tensor | None, *rest: Any) -> Any:
         return lambda: operators.rotate(q, k, *rest)
 
-    def call(
-        options: Options, *extras: torch.Tensor, axes: int = 1, pairs: int = 64
-    ) -> tuple[Any, ...]:
+    def call(options: Options, *extras: torch.Tensor, axes: int = 1) -> tuple[Any, ...]:
         at = None if options.add_index else ids[:axes]
         return words(pairs, axes), None, at, 3, options.pack(), 1.0, list(extras), 1e-6
 
@@ -84,8 +76,8 @@ def calls() -> dict[str, Any]:
     gelu = Options(act=ACTS.index("gelu"), gate=LOG, direction=1)
     gate = torch.empty(2, 1, 64, 128)
     rms = ACTS.index("rms_norm")
-    weights = torch.empty(1, 128), torch.empty(1, 128)
-    gates = torch.empty(1, 1, 1, 128), torch.empty(1, 1, 1, 128)
+    weights = torch.empty(1, width), torch.empty(1, width)
+    gates = torch.empty(1, 1, 1, width), torch.empty(1, 1, 1, width)
     own = torch.empty(2, 64, 1, 64, dtype=torch.int32).transpose(1, 2)
     of_heads = torch.empty(2, 64, 8, 64, dtype=torch.int32).transpose(1, 2)
     angles = torch.empty(2, 300, 8, 64).transpose(1, 2)
@@ -111,9 +103,6 @@ def calls() -> dict[str, Any]:
         "softmax": into(q, k, *call(Options(act=ACTS.index("softmax")))),
         "rms_norm": into(q, k, *call(Options(act=rms), *weights)),
         "rms_norm backward": into(q, k, *call(Options(act=rms, direction=1), *weights, q, k)),
-        "rms_norm backward, wide": into(
-            wide, None, *call(Options(act=rms, direction=1), torch.empty(1, 256), wide, pairs=128)
-        ),
         "log gate": into(q, k, *call(Options(gate=LOG), *logs)),
         "slopes": into(q, k, *call(Options(gate=SLOPE), torch.empty(32, 128), torch.empty(8, 128))),
         "backward": into(q, k, *call(Options(direction=1))),
@@ -121,7 +110,7 @@ def calls() -> dict[str, Any]:
         "norm, then factor": into(q, k, *call(Options(act=rms, gate=FACTOR), *weights, *gates)),
         "float8": lambda: in_8_bits(q, k, *call(Options())),
         "frequencies": lambda: operators.angle_gradients(
-            q, k, q, k, words(64), None, None, 3, Options().pack(), False, True
+            q, k, q, k, words(pairs), None, None, 3, Options().pack(), False, True
         ),
         "positions": lambda: operators.angle_gradients(
             q, k, q, k, words(64), None, ids[:1].float(), 3, at_ids, True, False
@@ -148,6 +137,49 @@ def in_8_bits(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> None:
     operators.rotate_slots_extras(q, k, k, *into, *rest)
 
 
+# --- the table of docs/gpu.md ---------------------------------------------------------------------
+
+WIDTHS = (64, 128, 256)
+
+
+# The rows of the table, and the names of their calls.
+OF_TABLE = {
+    "rotation": "bfloat16",
+    "rotation, backward": "backward",
+    "rotation, interleaved": "bfloat16 interleaved",
+    "rotation of one token": "a token",
+    "norm": "rms_norm",
+    "norm, backward": "rms_norm backward",
+    "norm without weight, then `Factor`": "norm, then factor",
+    "float8 cache": "float8",
+    "gradient of frequencies": "frequencies",
+}
+
+
+def table() -> str:
+    """Return registers, spills, and the loads and stores of a thread in machine code for sm_90, by call and width."""
+    lines = [
+        f"| bfloat16, sm_90 | {' | '.join(map(str, WIDTHS))} |",
+        f"|---|{'---|' * len(WIDTHS)}",
+    ]
+    cells: dict[str, list[str]] = {}
+    for width in WIDTHS:
+        for name, of in OF_TABLE.items():
+            asked.clear()
+            calls(width)[of]()
+            kernel, values, aligned, blocks = asked[0]
+            source, goal = launch.source_of(kernel, values, aligned), TARGETS["sm_90"]
+            made = triton.compile(source, target=goal, options=launch.options_of(blocks, goal))
+            usage, found = usage_of(made.asm["cubin"]), accesses_of(disassembled(made.asm["cubin"]))
+            texts = [f"{usage.registers} / {usage.spills}"]
+            texts += [
+                ", ".join(f"{n} × {size}" for size, n in sorted(found[kind].items(), reverse=True))
+                for kind in ("LDG", "STG")
+            ]
+            cells.setdefault(name, []).append("; ".join(texts))
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in cells.items())])
+
+
 # --- facts ----------------------------------------------------------------------------------------
 
 
@@ -162,7 +194,7 @@ def facts(target: str, source: Any, blocks: Any, count: bool) -> dict[str, Any]:
         return {"wide": wide, "spills": sum(spills), "float64": "_f64" in code}
     ptx = kernel.asm["ptx"]
     cubin = kernel.asm["cubin"]
-    registers, spills = usage_of(cubin)
+    usage = usage_of(cubin)
     every = re.findall(r"(?:ld|st)\.global\S*", ptx)
     flying = {"in flight": in_flight(disassembled(cubin))} if count else {}
     return flying | {
@@ -170,8 +202,8 @@ def facts(target: str, source: Any, blocks: Any, count: bool) -> dict[str, Any]:
         "stores": len([x for x in every if x.startswith("st")]),
         "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
-        "registers": registers,
-        "spills": spills,
+        "registers": usage.registers,
+        "spills": usage.spills,
         "float64": ".f64" in ptx,
         "approximations": sorted(
             set(re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|rcp|div|sqrt)\.approx", ptx))
@@ -206,7 +238,7 @@ def main(what: str) -> int:
     torch.accelerator.device_index = lambda _: contextlib.nullcontext()
     rotation.launcher = sums.launcher = phases.launcher = slots.launcher = note
     rotation.rounds_by_bits = slots.rounds_by_bits = lambda: False
-    print(json.dumps(compiled(what == "some")))
+    print(table() if what == "table" else json.dumps(compiled(what == "some")))
     return 0
 
 

@@ -5,19 +5,28 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 
 
-def usage_of(cubin: bytes) -> tuple[int, int]:
-    """Return the registers of a thread, and the bytes of a thread that spill."""
+class Usage(NamedTuple):
+    """Registers of a thread, and bytes of a thread that spill."""
+
+    registers: int
+    spills: int
+
+
+def usage_of(cubin: bytes) -> Usage:
+    """Return what a kernel uses."""
     text = _ran("cuobjdump", cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     if found is None:
         raise ValueError(f"[usage_of] cuobjdump's output must name registers: {text!r}.")
     registers, stack, local = map(int, found.groups())
-    return registers, stack + local
+    return Usage(registers, stack + local)
 
 
 def disassembled(cubin: bytes) -> str:
@@ -32,6 +41,15 @@ def _ran(tool: str, cubin: bytes, *options: str) -> str:
         file.flush()
         command = [str(path), *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def accesses_of(listing: str) -> dict[str, Counter[int]]:
+    """Return the bytes of each load and of each store of global memory, by LDG and STG."""
+    found: dict[str, Counter[int]] = {"LDG": Counter(), "STG": Counter()}
+    for name, more in re.findall(r"\b(LDG|STG)\.E([.\w]*)", listing):
+        size = re.search(r"\.(128|64|U16|S16|U8|S8)\b", more)
+        found[name][int(size[1].strip("US")) // 8 if size else 4] += 1
+    return found
 
 
 _INSTRUCTION = re.compile(
