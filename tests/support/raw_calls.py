@@ -483,7 +483,7 @@ def holds(call: Call) -> bool:
     return taken
 
 
-ANGLES = "positions", "tables", "phases"
+ANGLES = {"positions": schema.WORDS, "tables": schema.HALF, "phases": schema.PHASES}
 
 
 def angles_in(source: str, x: torch.Tensor) -> tuple[Any, ...]:
@@ -496,17 +496,16 @@ def angles_in(source: str, x: torch.Tensor) -> tuple[Any, ...]:
         angles = some, x[:1, 1:2, :, :half], None
     else:
         angles = some.view(torch.int32), None, None
-    of = {"positions": schema.WORDS, "tables": schema.HALF, "phases": schema.PHASES}[source]
-    return *angles, 0, schema.Options(source=of, add_index=False).pack(), 1.0
+    return *angles, 0, schema.Options(source=ANGLES[source], add_index=False).pack(), 1.0
 
 
 def assert_reads_before_it_writes(operators: Any, source: str, x: torch.Tensor) -> None:
     """Assert that a call reads angles before it writes over them: in place, into `out`, and into a cache."""
     wanted = operators.rotate(x, None, *angles_in(source, x))[0]
     own, out, cache = x.clone(), x.clone(), x.clone()
+    slots = torch.arange(x.shape[0] * x.shape[2], device=x.device).view(x.shape[0], -1)
     operators.rotate_(own, None, *angles_in(source, own))
     operators.rotate_into(x, None, out, None, *angles_in(source, out))
-    slots = torch.arange(x.shape[0] * x.shape[2], device=x.device).view(x.shape[0], -1)
     operators.rotate_slots(x, None, cache, None, slots, *angles_in(source, cache))
     for found in (own, out, cache):
         assert_same_bits(found, wanted)

@@ -1,6 +1,6 @@
-"""Scenarios on two processes equal one process: see processes/.
+"""Scenarios on four processes equal one process: see processes/.
 
-On four: `python -m tests.torch_modes.processes --processes 4`.
+One scenario, or two processes: `python -m tests.torch_modes.processes --processes 2 NAME`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from tests.torch_modes.processes import harness
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(subtests: pytest.Subtests) -> None:
-    outcomes = harness.run(2)
+def test_four_processes_equal_one(subtests: pytest.Subtests) -> None:
+    outcomes = harness.run(4)
     assert len(outcomes) >= 5
     for name, error in outcomes.items():
         with subtests.test(name):
