@@ -389,7 +389,7 @@ def compared(stack: stacks.Stack, spec: RopeSpec, rotation: Rotation, dtype: Any
     return [sum(x.numel() for x in draws[:2]), *differ]
 
 
-HEADINGS = "name", "library", "rules besides the default", "tables", "rounding", "source"
+HEADINGS = "name", "verified", "library", "tables", "rounding", "rules besides the default", "source"
 
 
 def table() -> str:
@@ -399,9 +399,9 @@ def table() -> str:
         rules = ", ".join(sorted(each.__name__ for each in stack.rules if each is not None))
         kept = "the dtype of x" if stack.table_dtype is None else "float32"
         rounding = ", ".join(dict.fromkeys(stack.rounding))
-        facts = rules or "none", kept, rounding, stack.source, stack.verified
-        rows.append((f"`{stack.name}`", stack.about, *facts))
-    return "\n".join(pages.table((*HEADINGS, "verified"), rows))
+        facts = stack.verified, stack.about, kept, rounding, rules or "none", stack.source
+        rows.append((f"`{stack.name}`", *facts))
+    return "\n".join(pages.table(HEADINGS, rows))
 
 
 def main(arguments: list[str] | None = None) -> None:
