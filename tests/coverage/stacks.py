@@ -389,7 +389,15 @@ def compared(stack: stacks.Stack, spec: RopeSpec, rotation: Rotation, dtype: Any
     return [sum(x.numel() for x in draws[:2]), *differ]
 
 
-HEADINGS = "name", "verified", "library", "tables", "rounding", "rules besides the default", "source"
+HEADINGS = (
+    "name",
+    "verified",
+    "library",
+    "tables",
+    "rounding",
+    "rules besides the default",
+    "source",
+)
 
 
 def table() -> str:
