@@ -20,7 +20,15 @@ from tightrope.spec import RopeSpec
 from tightrope_tools.forms import left_out, signature
 
 from ._audit import audit
-from ._call import NOTHING, TABLES, CallFailed, Subject, describe_error, undisturbed
+from ._call import (
+    NOTHING,
+    TABLES,
+    CallFailed,
+    Subject,
+    counted_rows,
+    describe_error,
+    undisturbed,
+)
 from ._compare import compare
 from ._faults import FAULTS
 from ._profile import SHORT, apart
@@ -31,7 +39,7 @@ from ._together import Target
 # How much two right functions differ: by the roundings of x, relative to the dtype; by those of float32 cosines; and by
 # those of float32 angles, per position.
 _ROUNDED, _COSINE, _ANGLE = 5.0, 2e-6, 2e-6
-_FEW = ((3, 1, 4, 1, 5), (9, 2, 6, 5, 3))
+_FEW = ((3, 1, 4, 2, 5), (9, 2, 6, 5, 3))
 # Options that say how a function is called.
 _HOW = ("form", "layout", "tables")
 _COMPARED = (*_HOW, "make", "head_dim", "layer_type", "device")
@@ -86,7 +94,6 @@ CALLS = (
 _OTHERS = (Call("", ((0, 1),)), Call("", _FEW, 4), Call("", _FEW, 4, mode="gradient"))
 _PACKED = (Call("", ((0, 1, 0),)), Call("", ((0, 1, 2, 0, 1, 0, 1, 2, 3, 4),), 3))
 _OFFSETS = (Call("", ((1,),)), Call("", ((5, 6, 7), (5, 6, 7)), 2))
-# It tells two layouts, and two shapes of tables, apart.
 _PROBE = Call("", ((0, 1, 2),), 3)
 
 
@@ -243,14 +250,26 @@ def _subject(
 
 
 def _exact(own: Target, spec: RopeSpec, options: dict[str, Any]) -> tuple[Subject, Subject]:
-    """The function and the exact rotation, by the frequencies of the tables that the function takes, if any."""
+    """The function and the exact rotation, by the frequencies of the tables that the function takes, if any.
+
+    Tables of another format may also give a rotation: those with which results agree are its own.
+    """
     mine = _subject(own, options, spec)
+    widths: tuple[str, ...] = ()
     if mine.way.form.takes_tables:
+        widths = mine.way.form.widths if options.get("tables") is None else ()
         rates = tuple(mine.rates.tolist())
         start = spec.start if spec.start + 2 * len(rates) <= spec.head_dim else 0
         given = Given(rates)
         spec = replace(spec, rotary_dim=2 * len(rates), start=start, scaling=given, axes=None)
-    return mine, _subject(from_stack("exact", spec), {"device": mine.device}, spec)
+    theirs = _subject(from_stack("exact", spec), {"device": mine.device}, spec)
+    ways = [mine, *(replace(mine, way=replace(mine.way, width=each)) for each in widths)]
+    return next(filter(lambda each: _agree(each, theirs, False), ways), mine), theirs
+
+
+def _agree(mine: Subject, theirs: Subject, strict: bool = True) -> bool:
+    """True if two functions agree in a call that tells two layouts, and two shapes of tables, apart."""
+    return _difference(Variant("", mine.fresh(), theirs.fresh(), ()), _PROBE, strict) is None
 
 
 def _alike(own: Target, like: object, options: dict[str, Any]) -> tuple[Subject, Subject]:
@@ -271,12 +290,7 @@ def _alike(own: Target, like: object, options: dict[str, Any]) -> tuple[Subject,
         ways = [replace(theirs, fn=own.fn, make=own.make)]
     with suppress(*[NoCallFound] * len(ways)):
         ways.append(_subject(own, options, None, theirs.head_dim))
-    agreeing = (
-        each
-        for each in ways
-        if _difference(Variant("", each.fresh(), theirs.fresh(), ()), _PROBE) is None
-    )
-    mine = next(agreeing, ways[0])
+    mine = next(filter(lambda each: _agree(each, theirs), ways), ways[0])
     if mine.way.form.takes_tables != theirs.way.form.takes_tables:
         raise bad_value(
             "function and like must both take cosines and sines, or both make their own, but got one of each; "
@@ -361,10 +375,15 @@ def _first_failure(
 
 
 def _fits(subject: Subject, call: Call) -> bool:
-    """True if a function takes the rows of a call, and the numbers of heads, in one call."""
-    alike = len({*call.ids}) == 1
-    rows = len(call.ids) == 1 or (subject.most_rows is None and (alike or subject.way.rows_differ))
-    return rows and (subject.way.takes_keys or not call.keys)
+    """True if a function takes the rows of a call, and the numbers of heads, in one call.
+
+    One that numbers tokens itself takes no position twice, unless packed rows begin there.
+    """
+    way, alike = subject.way, len({*call.ids}) == 1
+    rows = len(call.ids) == 1 or (subject.most_rows is None and (alike or way.rows_differ))
+    once = all(len({*row}) == len(row) for row in call.ids)
+    placed = way.takes_ids or once or (way.packed and bool(counted_rows(torch.tensor(call.ids))))
+    return rows and placed and (way.takes_keys or not call.keys)
 
 
 def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | None:
@@ -452,15 +471,17 @@ def _results(
     made = dict(zip(names, ys))
     if call.mode != "gradient":
         return made | {_AFTER: torch.cat([x.flatten() for x in given])}
-    if not all(y.requires_grad for y in ys):
+    having = [(name, y, out.to(y)) for name, y, out in zip(names, ys, outs) if y.requires_grad]
+    if not having:
         return made
-    incoming = [out.to(y) for y, out in zip(ys, outs)]
+    have, results, incoming = zip(*having)
     try:
         # If results depend on one x alone, the gradient of the other is one of zeros.
-        found = torch.autograd.grad(ys, leaves, incoming, materialize_grads=True)
+        found = torch.autograd.grad(results, leaves, incoming, materialize_grads=True)
     except Exception as error:  # foreign code
         raise CallFailed(describe_error(error)) from error
-    return made | {f"the gradient of {name}": each for name, each in zip(names, found)}
+    given_back = ((name, each) for name, each in zip(names, found) if name in have)
+    return made | {f"the gradient of {name}": each for name, each in given_back}
 
 
 # --- the call as code -----------------------------------------------------------------------------

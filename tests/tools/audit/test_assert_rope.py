@@ -247,6 +247,20 @@ def test_functions_that_count_tokens_themselves() -> None:
         assert words in failure(function, like=right)[0]
 
 
+def test_a_gradient_that_k_alone_lacks() -> None:
+    def right(
+        q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return rotate(q, RopeSpec(64), positions), rotate(k, RopeSpec(64), positions)
+
+    def frozen(
+        q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return right(q, k.detach(), positions)
+
+    assert "The gradient of k is missing" in failure(frozen, like=right)[0]
+
+
 def test_q_alone() -> None:
     spec = RopeSpec(64)
 

@@ -24,7 +24,7 @@ from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import DynamicNTK, Given, Linear, Llama3, YaRN
 from tightrope.nn import RotaryPositionalEmbedding
 from tightrope.positions import multi_axis
-from tightrope_tools.audit import audit
+from tightrope_tools.audit import assert_rope, audit
 from tightrope_tools.forms import FORMS
 
 SPEC = RopeSpec(64)
@@ -56,6 +56,8 @@ def test_a_correct_function_is_not_condemned(
     report = named(audit(correct.make(), spec=spec, **options))
     form = CALLED.get(correct.form, correct.form)
     assert report.facts["called as"] == f"fn({form})"
+    if declared:
+        assert_rope(correct.make(), spec, **options)
 
 
 @settings(max_examples=25, deadline=None)
