@@ -505,8 +505,9 @@ def _shown(name: str, subject: Subject, spec: RopeSpec | None) -> tuple[str, ...
     if index := TABLES[way.table_shape]:
         words = (":" if isinstance(each, slice) else str(each) for each in index)
         both = f"(t[{', '.join(words)}] for t in {both})"
-    built = f"({tables[0]},) = tightrope_tools.forms.FORMS[{way.form.name!r}].build(cos, sin)"
-    return (call, f"cos, sin = {both}", *[built] * (tables != ("cos", "sin")))
+    built = f"({tables[0]},) = FORMS[{way.form.name!r}].build(cos, sin)"
+    more = ("from tightrope_tools.forms import FORMS", built) if tables != ("cos", "sin") else ()
+    return (call, f"cos, sin = {both}", *more)
 
 
 def _code(value: Any) -> str:

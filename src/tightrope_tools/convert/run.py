@@ -129,9 +129,13 @@ def convert(
             "`tightrope detect`"
         )
     if model.interleaved == interleaved:
+        other = pairing_name(not interleaved)
+        hint = f"if it is not, pass --from {other}"
+        if model.who.startswith("the conversion record"):
+            hint = f"--to {other} converts it back"
         fail(
-            f"the checkpoint is already {to} ({basis(model.who, model.assumed)}); if it is not, pass --from "
-            f"{pairing_name(not interleaved)}, and for another part of it --section or --prefix"
+            f"the checkpoint is already {to} ({basis(model.who, model.assumed)}); {hint}, and for another part of it "
+            "--section or --prefix"
         )
     warnings = _check_weights(plan, model)
     stored = after(model, plan, records, to)

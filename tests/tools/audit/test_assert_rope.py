@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import tightrope_tools.forms
 from tests.support import public_functions as public
 from tests.support.helpers import ROOT
 from tests.support.public_functions import Fn
@@ -150,13 +149,9 @@ def pasted(lines: list[str], function: Fn) -> list[torch.Tensor]:
     """Make the call that a failure shows: return the results, and the gradients of the tensors that require them."""
     call = re.search(r", as in (\w+)\((.*)\)\.$", lines[0])
     assert call is not None, lines[0]
-    names: dict[str, Any] = {
-        "torch": torch,
-        "RopeSpec": RopeSpec,
-        "tightrope_tools": tightrope_tools,
-    }
+    names: dict[str, Any] = {"torch": torch, "RopeSpec": RopeSpec}
     for line in lines[1:]:
-        if " = " in line and ("cos_sin" in line or ".build(" in line):
+        if re.search(r" = .*(cos_sin|\.build)\(|import FORMS", line):
             exec(line.strip(), names)
     torch.manual_seed(3)
     given: list[torch.Tensor] = []
