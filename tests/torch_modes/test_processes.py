@@ -1,6 +1,6 @@
 """Scenarios on four processes equal one process: see processes/.
 
-One scenario, or two processes: `python -m tests.torch_modes.processes --processes 2 NAME`.
+`harness.run(2, ["dtensors"])` is one scenario on two processes.
 """
 
 from __future__ import annotations
