@@ -37,7 +37,7 @@ from ._targets import from_stack, resolve
 from ._together import Target
 
 # How much two right functions differ: by the roundings of x, relative to the dtype; by those of float32 cosines; and by
-# those of float32 angles, per position.
+# those of float32 angles, per radian.
 _ROUNDED, _COSINE, _ANGLE = 5.0, 2e-6, 2e-6
 _FEW = ((3, 1, 4, 2, 5), (9, 2, 6, 5, 3))
 # Options that say how a function is called.
@@ -400,7 +400,8 @@ def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | 
         [mine.random(*shape, dtype=call.dtype, seed=seed + i) for i, shape in enumerate(shapes)]
         for seed in (51, 61)
     )
-    far = 0 if mine.way.form.takes_tables else max(map(max, call.ids))
+    fastest = max([1.0, *theirs.rates.abs().tolist()])
+    far = 0.0 if mine.way.form.takes_tables else fastest * max(map(max, call.ids))
     limit = _ROUNDED * torch.finfo(call.dtype).eps + _COSINE + _ANGLE * far
     limit *= max(float(each.abs().max()) for each in (*xs, *outs))
     try:
