@@ -153,6 +153,17 @@ def test_two_processes_have_the_losses_of_one(way: str) -> None:
     assert losses == pytest.approx(alone, abs=2e-6)
 
 
+RIGHT = {
+    "converted": r"code for neighbours: they differ by \d\.\de-0[5-9]$",
+    "server_bits": r"from vllm: \d{4} of 8192 before patch, 0 after$",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_program_proves_its_model_right(name: str) -> None:
+    assert re.search(RIGHT[name], python(ROOT / "examples" / f"{name}.py").stdout, re.M)
+
+
 @pytest.mark.parametrize("name", ["callback", "liger"])
 def test_plugs_train_two_steps_and_say_what_they_served(name: str) -> None:
     """The third, the place for kernels in transformers, runs in the tests of that plug."""
