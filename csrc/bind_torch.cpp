@@ -202,7 +202,7 @@ bool overwrites(const Problem& p, const std::optional<Tensor>& read) {
   return false;
 }
 
-// Positions, tables or phases that one thread may overwrite before another reads them. Phase words belong to us.
+// Positions, tables or phases that one thread may overwrite before another reads them. Phase words are the library's own.
 struct Angles {
   std::optional<Tensor> primary, secondary, positions;
 };
@@ -222,18 +222,21 @@ Arguments with(const Angles& own, const Arguments& a) {
   return {*own.primary, own.secondary, own.positions, a.offset, a.options, a.amplitude, a.extras, a.eps};
 }
 
+// Runs a problem that writes to memory of the caller's; of angles that it overwrites, the loops read copies.
+Tensors run_over(Problem& p, const Operands& xs, Outs whose, const Arguments& a) {
+  const auto own = kept(p, a);
+  if (!own.has_value()) return run(p, xs, whose, a);
+  const Arguments after = with(*own, a);
+  read_angles(after, p);
+  return run(p, xs, whose, after);
+}
+
 Tensors run(const Operands& xs, const Operands& outs, Outs whose, const Arguments& a) {
   Problem p = problem_of(xs, outs, a);
   if (is_empty(p) && a.options.is_plain()) return {};
-  if (whose != Outs::kNew) {
-    STD_TORCH_CHECK(is_empty(p) || !memory_overlaps(p, whose), "tightrope: memory overlaps");
-    if (const auto own = kept(p, a)) {
-      const Arguments after = with(*own, a);
-      p = problem_of(xs, outs, after);
-      return run(p, xs, whose, after);
-    }
-  }
-  return run(p, xs, whose, a);
+  if (whose == Outs::kNew) return run(p, xs, whose, a);
+  STD_TORCH_CHECK(is_empty(p) || !memory_overlaps(p, whose), "tightrope: memory overlaps");
+  return run_over(p, xs, whose, a);
 }
 
 // Rotates into the caller's tensors, and into entries of a cache.
@@ -250,14 +253,7 @@ void run_slots(const Operands& xs, const Operands& outs, const Arguments& a, con
   place(keys, places);
   STD_TORCH_CHECK(!memory_overlaps(p, Outs::kGiven, values.has_value() ? &*values : nullptr),
                   "tightrope: memory overlaps");
-  if (const auto own = kept(p, a)) {
-    const Arguments after = with(*own, a);
-    Problem q = problem_of(xs, outs, after, true);
-    q.operand[q.operands - 1].places = keys.places;
-    run(q, xs, Outs::kGiven, after);
-  } else {
-    run(p, xs, Outs::kGiven, a);
-  }
+  run_over(p, xs, Outs::kGiven, a);
   if (values.has_value() && !is_empty(*values)) copy_values(*values);
 }
 
@@ -371,7 +367,7 @@ void rotate_slots_(Tensor cache, Tensor slots, TIGHTROPE_PARAMETERS, TIGHTROPE_E
   STD_TORCH_CHECK(are_distinct(places), "tightrope: slots must differ where entries rotate in place");
   place(p.operand[0], places);
   STD_TORCH_CHECK(!memory_overlaps(p, Outs::kInPlace), "tightrope: memory overlaps");
-  run(p, xs, Outs::kInPlace, a);
+  run_over(p, xs, Outs::kInPlace, a);
 }
 
 }  // namespace

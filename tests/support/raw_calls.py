@@ -489,26 +489,28 @@ ANGLES = {"positions": schema.WORDS, "tables": schema.HALF, "phases": schema.PHA
 def angles_in(source: str, x: torch.Tensor) -> tuple[Any, ...]:
     """Return arguments after q and k whose angles lie in the memory of x, [rows, heads, tokens, channels]."""
     half, some = x.shape[-1] // 2, x[:1, :1, :, : x.shape[-1] // 2]
-    if source == "positions":
-        words = torch.arange(1, half + 1, device=x.device).mul(2**54).view(1, 1, 1, half)
-        angles = words, None, x[:, 0, :, 0][None]
-    elif source == "tables":
-        angles = some, x[:1, 1:2, :, :half], None
-    else:
-        angles = some.view(torch.int32), None, None
-    return *angles, 0, schema.Options(source=ANGLES[source], add_index=False).pack(), 1.0
+    words = torch.arange(1, half + 1, device=x.device).mul(2**54).view(1, 1, 1, half)
+    angles = {
+        "positions": (words, None, x[:, 0, :, 0][None]),
+        "tables": (some, x[:1, 1:2, :, :half], None),
+        "phases": (some.view(torch.int32), None, None),
+    }
+    return *angles[source], 0, schema.Options(source=ANGLES[source], add_index=False).pack(), 1.0
 
 
 def assert_reads_before_it_writes(operators: Any, source: str, x: torch.Tensor) -> None:
-    """Assert that a call reads angles before it writes over them: in place, into `out`, and into a cache."""
+    """Assert that a call reads angles before it writes over them: in place, into `out`, and in a cache."""
     wanted = operators.rotate(x, None, *angles_in(source, x))[0]
-    own, out, cache = x.clone(), x.clone(), x.clone()
     slots = torch.arange(x.shape[0] * x.shape[2], device=x.device).view(x.shape[0], -1)
-    operators.rotate_(own, None, *angles_in(source, own))
-    operators.rotate_into(x, None, out, None, *angles_in(source, out))
-    operators.rotate_slots(x, None, cache, None, slots, *angles_in(source, cache))
-    for found in (own, out, cache):
-        assert_same_bits(found, wanted)
+    for call in (
+        lambda y, given: operators.rotate_(y, None, *given),
+        lambda y, given: operators.rotate_into(x, None, y, None, *given),
+        lambda y, given: operators.rotate_slots(x, None, y, None, slots, *given),
+        lambda y, given: operators.rotate_slots_(y, slots, *given, [], 0.0),
+    ):
+        y = x.clone()
+        call(y, angles_in(source, y))
+        assert_same_bits(y, wanted)
 
 
 def freed(x: torch.Tensor) -> torch.Tensor:

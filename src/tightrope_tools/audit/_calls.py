@@ -1,6 +1,6 @@
 """Unusual calls: other rows, heads, shapes, places in memory, dtypes and lengths, whose results the near matrices predict.
 
-So do they for gradients; and k must come out like an equal q.
+They predict gradients too, and k must come out like an equal q.
 """
 
 from __future__ import annotations

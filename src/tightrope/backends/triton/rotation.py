@@ -99,8 +99,6 @@ def run(
     if index >= 0 and torch.accelerator.current_device_index() != index:
         with torch.accelerator.device_index(index):
             return run(q, k, outs, whose, given, slots, eight)
-    if whose != NEW:
-        given = _kept(given, outs)
     primary, secondary, positions, offset, options, amplitude, *more = given
     extras, eps = Arguments(*given)[6:] if more else ((), 0.0)
     # A call of `address` takes as long as all the rest for a tensor.
@@ -150,14 +148,18 @@ def run(
     if plan is None:
         return None
     if whose != NEW and (plan.launches or slots is not None):
-        gaps: Any = k_at and k_at - q_at
-        if whose == GIVEN or slots is not None:
-            others = () if slots is None else (*slots.read(), *slots.written())
-            gaps = (gaps, *[x.data_ptr() - q_at for x in (*outs, *others)])
+        others = () if slots is None else (*slots.read(), *slots.written())
+        read = [x for x in (secondary, *extras) if x is not None]
+        gaps: Any = k_at and k_at - q_at, ids_at and ids_at - q_at, words_at - q_at
+        if read or whose == GIVEN or slots is not None:
+            gaps = (*gaps, *[x.data_ptr() - q_at for x in (*read, *outs, *others)])
         if gaps not in plan.apart:  # each set of distances between the tensors is checked once
             xs = present(q, k) if whose == GIVEN else []
             shares = shares_slots(xs, outs, slots) if xs and slots else shares_memory(outs, xs)
             require(not shares, "memory overlaps")
+            read += [primary] if positions is None else [primary, positions]
+            if any(is_written(x, outs) for x in read):
+                return run(q, k, outs, whose, _kept(given, outs), slots, eight)
             if len(plan.apart) < _MOST:
                 plan.apart.add(gaps)
     if slots is not None and slots.values is not None and slots.cache is not None:
