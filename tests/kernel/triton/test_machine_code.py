@@ -26,7 +26,7 @@ SPILLS_NORMS = version_of("triton") < (3, 9)
 
 @pytest.fixture(params=["some", pytest.param("every", marks=pytest.mark.slow)])
 def compiled(request: pytest.FixtureRequest, output_of: Output) -> dict[str, Any]:
-    """Facts about kernels by name and target: in the fast run most for sm_90 and some for gfx942, in the slow run all."""
+    """Facts about kernels by name and target: in the fast run some for sm_90 and fewer for gfx942, in the slow run all."""
     return output_of("tests.support.triton.compiled", *[request.param] * (request.param == "some"))
 
 
@@ -79,7 +79,7 @@ def test_registers_and_loads(name: str, compiled: dict[str, Any]) -> None:
 
 def test_nothing_spills_approximates_or_is_double(compiled: dict[str, Any]) -> None:
     """Only phases from data, and their gradients, are computed in float64."""
-    assert len(compiled) > 25
+    assert len(compiled) > 14
     for name, by_target in compiled.items():
         of_data = name.startswith(("running", "given"))
         for target, facts in by_target.items():

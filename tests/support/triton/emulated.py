@@ -1,8 +1,8 @@
 """Execute calls of the Triton kernels, compiled for a GPU, on the CPU: run by tests/kernel/triton/test_emulated.py.
 
 The script has a process of its own, because Triton chooses compiler or interpreter at import. Its
-arguments are the value of TIGHTROPE_EMULATE (see cases.py) and what to run: "core" for some tests of the kernels, "few"
-for fewer, "tests" for all of them, or "decode" for the instructions of a decoded token. It prints JSON.
+arguments are the value of TIGHTROPE_EMULATE (see cases.py) and what to run: "core" for some tests of the kernels, "more"
+for some others, "tests" for all of them, or "decode" for the instructions of a decoded token. It prints JSON.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tightrope.ops.schema import Options
 
 # Run by "tests". Those of launches and of machine code have processes of their own.
 FILES = ("calls", "device", "numerics", "operators", "phases", "registration")
-# Run by "core": of the laws of calls one case in so many, or in a multiple, and all cases of these tests.
-EVERY = 15
+# Run by "core" and "more": of the laws of calls one case in so many, or in a multiple; by "core" also these tests.
+EVERY = 30
 LAWS = {
     "results_and_gradients_are_those_of_the_definition": 1,
     "plain_rotations_have_the_bits_of_the_cpu_kernel": 1,
@@ -68,15 +68,12 @@ def tests(*names: str) -> dict[str, list[str]]:
     return results.found
 
 
-def core(step: int) -> dict[str, list[str]]:
-    """Run the tests of "core", of the laws of calls one case in so many of those."""
+def laws(first: int) -> list[str]:
+    """Return the names of tests: some cases of the laws of calls, from the case of this number on."""
     from tests.support.calls import CASES
 
-    some = range(0, len(CASES), EVERY)[::step]
-    return tests(
-        *[f"calls.py::test_{law}[{number}]" for law, n in LAWS.items() for number in some[::n]],
-        *CORE,
-    )
+    some = range(first, len(CASES), EVERY)
+    return [f"calls.py::test_{law}[{number}]" for law, n in LAWS.items() for number in some[::n]]
 
 
 # --- instructions ---------------------------------------------------------------------------------
@@ -140,8 +137,8 @@ def main(target: str, what: str) -> int:
     from tightrope.backends.triton import blocks
 
     run: dict[str, Callable[[], Any]] = {
-        "core": lambda: core(1),
-        "few": lambda: core(3),
+        "core": lambda: tests(*laws(0), *CORE),
+        "more": lambda: tests(*laws(EVERY // 2)),
         "tests": lambda: tests(*[f"{name}.py" for name in FILES]),
         "decode": decode,
     }
