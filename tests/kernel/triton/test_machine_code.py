@@ -24,9 +24,12 @@ OLD = version_of("triton") < (3, 7)
 SPILLS_NORMS = version_of("triton") < (3, 9)
 
 
-@pytest.fixture(params=["some", pytest.param("every", marks=pytest.mark.slow)])
+LONG = (pytest.mark.slow, pytest.mark.emulated)
+
+
+@pytest.fixture(params=["some", pytest.param("every", marks=LONG)])
 def compiled(request: pytest.FixtureRequest, output_of: Output) -> dict[str, Any]:
-    """Facts about kernels by name and target: in the fast run some for sm_90 and fewer for gfx942, in the slow run all."""
+    """Facts about kernels by name and target: some for sm_90 and fewer for gfx942, with `make emulate` all."""
     return output_of("tests.support.triton.compiled", *[request.param] * (request.param == "some"))
 
 
@@ -94,6 +97,7 @@ def test_nothing_spills_approximates_or_is_double(compiled: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.emulated
 @pytest.mark.skipif(SPILLS_NORMS, reason="the table is that of Triton 3.9")
 def test_the_table_of_the_documentation() -> None:
     """It is what its command writes, and nothing in it spills."""
