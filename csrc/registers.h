@@ -93,7 +93,14 @@ constexpr int kForAngles = 8;
     }                                                                                      \
     static Floats even(Words x) { return (Floats)(x << 16); }                              \
     static Floats odd(Words x) { return (Floats)(x & 0xFFFF0000u); }                       \
-    static Words twin(Floats even, Floats odd) { TIGHTROPE_TWIN(i, p, si) }
+    static Words twin(Floats even, Floats odd) { TIGHTROPE_TWIN(i, p, si) }                \
+    /* Whether all bfloat16 of both are from 2^-60 to 2^50: see Factor. */                 \
+    static bool are_moderate(Words x, Words y) {                                           \
+      const i size = p##_set1_epi16(0x7FFF), least = p##_set1_epi16((127 - 60) << 7);      \
+      const i above = p##_max_epu16(p##_sub_epi16((i)(x & (Words)size), least),            \
+                                    p##_sub_epi16((i)(y & (Words)size), least));           \
+      return are_zero((Words)p##_subs_epu16(above, p##_set1_epi16(110 << 7)));             \
+    }
 #define TIGHTROPE_REGISTER_END };
 
 #if defined(__AVX512F__)
@@ -101,6 +108,7 @@ TIGHTROPE_REGISTER(16, __m512, __m512i, _mm512, si512)
   // Zero-masked intrinsics stand in for the plain ones, here and in vectors.h: GCC 12 warns about
   // uninitialised values in the plain ones, and in the intrinsics of shifts.
   static bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
+  static bool are_zero(Words x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) == 0; }
   static Floats swapped(Floats x) { return _mm512_maskz_permute_ps(0xFFFF, x, 0xB1); }
   // Each lane twice: the lower half of x, and the upper half.
   static void doubled(Floats x, Floats* lower, Floats* upper) {
@@ -126,6 +134,7 @@ TIGHTROPE_REGISTER_END
 #endif
 TIGHTROPE_REGISTER(8, __m256, __m256i, _mm256, si256)
   static bool has_nan(Floats x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
+  static bool are_zero(Words x) { return _mm256_testz_si256((__m256i)x, (__m256i)x); }
   static Floats swapped(Floats x) { return _mm256_permute_ps(x, 0xB1); }
   static void doubled(Floats x, Floats* lower, Floats* upper) {
     const __m256 low = _mm256_unpacklo_ps(x, x), high = _mm256_unpackhi_ps(x, x);
@@ -146,6 +155,7 @@ TIGHTROPE_REGISTER(8, __m256, __m256i, _mm256, si256)
 TIGHTROPE_REGISTER_END
 TIGHTROPE_REGISTER(4, __m128, __m128i, _mm, si128)
   static bool has_nan(Floats x) { return _mm_movemask_ps(_mm_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
+  static bool are_zero(Words x) { return _mm_testz_si128((__m128i)x, (__m128i)x); }
   static Floats swapped(Floats x) { return _mm_permute_ps(x, 0xB1); }
   static void doubled(Floats x, Floats* lower, Floats* upper) {
     *lower = _mm_unpacklo_ps(x, x), *upper = _mm_unpackhi_ps(x, x);
@@ -281,15 +291,49 @@ struct Block<A, F, true, lanes> {
   Floats c0, s0, c1, s1;
 };
 
+// For the rounding "each": the rounded product of a bfloat16 with y, a bfloat16, in two instructions in place of six.
+// The exact product has 16 bits at most. 65537 times it is rounded once, where a bfloat16 ends and to the same of two
+// nearest ones, as 65536 times it is an even multiple of that last bit. All this is exact unless a product is subnormal
+// or, 65537 times, infinite.
+template <int lanes>
+struct Factor {
+  using Floats = typename Register<lanes>::Floats;
+  TIGHTROPE_INLINE void take(Floats y) { more = y * 65537, less = y * -65536; }
+  TIGHTROPE_INLINE Floats times(Floats x) const { return fma_(x, less, x * more); }
+
+  Floats more, less;
+};
+
 // Two bfloat16 per lane; cosines and sines of even pairs are stored apart from those of odd pairs.
 template <class A, int lanes>
 struct Block<A, BFloat16, false, lanes> {
   using R = Register<lanes>;
   using Floats = typename R::Floats;
+  using Words = typename R::Words;
   static constexpr int64_t kPairs = 2 * lanes;
   static constexpr int kAngleRegisters = A::apart ? 8 : 4;
+#if defined(__aarch64__) || defined(__AVX512BF16__)
+  static constexpr bool kFactors = false;
+#else
+  static constexpr bool kFactors = A::each;
+#endif
 
   TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t n) {
+    load(r, at, n);
+    if constexpr (kFactors) {
+      has_factors = are_moderate(even.c, odd.c, even.s, odd.s);
+      if (A::apart) has_factors &= are_moderate(even.c2, odd.c2, even.s2, odd.s2);
+      const Floats every[] = {even.c, odd.c, even.s, odd.s, even.c2, odd.c2, even.s2, odd.s2};
+#pragma GCC unroll 8
+      for (int i = 0; i < (A::apart ? 8 : 4); ++i) factors[i].take(every[i]);
+    }
+  }
+  // Whether all are bfloat16 of moderate size.
+  static TIGHTROPE_INLINE bool are_moderate(Floats a, Floats b, Floats c, Floats d) {
+    const Words any = (Words)a | (Words)b | (Words)c | (Words)d;
+    return R::are_zero(any & 0xFFFFu) && R::are_moderate(R::twin(a, b), R::twin(c, d));
+  }
+  TIGHTROPE_INLINE void load(const Row<float>& r, int64_t at, int64_t n) {
     if (r.order == In::kUsual) {
       even.take(r, at / 2, n), odd.take(r, (n + 1) / 2 + at / 2, n);
       return;
@@ -335,11 +379,22 @@ struct Block<A, BFloat16, false, lanes> {
       return;
     }
 #endif
+    if constexpr (kFactors) {
+      if (__builtin_expect(has_factors && R::are_moderate(a, b), 1)) {
+        const Factor<lanes>*const f = factors, *const g = f + (A::apart ? 4 : 0);
+        const Floats y0 = f[0].times(a0) - f[2].times(b0), y1 = f[1].times(a1) - f[3].times(b1);
+        const Floats z0 = g[0].times(b0) + g[2].times(a0), z1 = g[1].times(b1) + g[3].times(a1);
+        R::template write<streams>((Twin*)y, R::twin(y0, y1)), R::template write<streams>((Twin*)z, R::twin(z0, z1));
+        return;
+      }
+    }
     R::template write<streams>((Twin*)y, R::twin(A::u(a0, b0, even.c, even.s), A::u(a1, b1, odd.c, odd.s)));
     R::template write<streams>((Twin*)z, R::twin(A::v(a0, b0, even.c2, even.s2), A::v(a1, b1, odd.c2, odd.s2)));
   }
 
   Block<A, Float, false, lanes> even, odd;
+  Factor<lanes> factors[kFactors ? 8 : 1];
+  bool has_factors = false;
 };
 
 template <class A, int lanes>

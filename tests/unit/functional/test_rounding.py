@@ -97,6 +97,31 @@ def test_bits_depend_on_nothing_else(interleaved: bool, least: int | None, round
                 assert_same_bits([inside, one], [wanted, wanted[:1, :1, 3:4]])
 
 
+@needs_kernel
+@both_pairings
+@pytest.mark.parametrize("exponent", [-61, -60, 0, 49, 50, 110])
+@pytest.mark.parametrize("other", [-72, -61, -60, 0, 49, 50])
+def test_products_of_any_two_bfloat16_are_rounded(
+    interleaved: bool, exponent: int, other: int
+) -> None:
+    """Of all significands, ties between two bfloat16 among them, at the edges of sizes that are taken differently.
+
+    Among the numbers of another head are zeros, infinities and NaN.
+    """
+    significands = (1 + torch.arange(128) / 128).repeat(2)
+    x = torch.ldexp(significands, torch.tensor(exponent)).expand(1, 2, 128, 256).bfloat16().clone()
+    x[0, 1, :, ::37] = torch.tensor([0.0, -0.0, torch.inf, 1e-40, torch.nan, -3.0, 3e38]).bfloat16()
+    by_token = torch.ldexp(1 + torch.arange(128) / 128, torch.tensor(other))[:, None]
+    cos, sin = by_token.bfloat16().expand(128, 256), (-by_token).flip(0).bfloat16().expand(128, 256)
+    wanted = oracle.rotate(x, cos, sin, interleaved, "each").float()
+    for name in cpu.instruction_sets():
+        cpu.use_instruction_set(name)
+        for table in ("full", "cat" if not interleaved else "repeat"):
+            options = {"interleaved": interleaved, "rounding": "each", "tables": table}
+            found = apply_rotary_pos_emb(x, None, cos, sin, **options)[0].float()
+            assert_same_bits(found.nan_to_num(5.0), wanted.nan_to_num(5.0))
+
+
 @every_way
 @pytest.mark.parametrize(
     "rounding", ["wide", "each", ("each", "wide"), ("once", "each"), ("wide", "each")]
