@@ -304,34 +304,43 @@ struct Factor {
   Floats more, less;
 };
 
+// Rotates pairs (a, b) by such products.
+template <class A, int lanes>
+struct Factors {
+#if defined(__aarch64__) || defined(__AVX512BF16__)
+  static constexpr bool kUsed = false;
+#else
+  static constexpr bool kUsed = A::each;
+#endif
+  using R = Register<lanes>;
+  using Floats = typename R::Floats;
+  using Words = typename R::Words;
+
+  // Returns whether all angles are bfloat16 of moderate size.
+  TIGHTROPE_INLINE bool take(const Block<A, Float, false, lanes>& angles) {
+    c.take(angles.c), s.take(angles.s), c2.take(angles.c2), s2.take(angles.s2);
+    const Words any = (Words)angles.c | (Words)angles.s | (Words)angles.c2 | (Words)angles.s2;
+    return R::are_zero(any & 0xFFFFu) &&
+           R::are_moderate(R::twin(angles.c, angles.s), R::twin(angles.c2, angles.s2));
+  }
+  TIGHTROPE_INLINE Floats u(Floats a, Floats b) const { return c.times(a) - s.times(b); }
+  TIGHTROPE_INLINE Floats v(Floats a, Floats b) const { return c2.times(b) + s2.times(a); }
+
+  Factor<lanes> c, s, c2, s2;
+};
+
 // Two bfloat16 per lane; cosines and sines of even pairs are stored apart from those of odd pairs.
 template <class A, int lanes>
 struct Block<A, BFloat16, false, lanes> {
   using R = Register<lanes>;
   using Floats = typename R::Floats;
-  using Words = typename R::Words;
   static constexpr int64_t kPairs = 2 * lanes;
   static constexpr int kAngleRegisters = A::apart ? 8 : 4;
-#if defined(__aarch64__) || defined(__AVX512BF16__)
-  static constexpr bool kFactors = false;
-#else
-  static constexpr bool kFactors = A::each;
-#endif
+  static constexpr bool kFactors = Factors<A, lanes>::kUsed;
 
   TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t n) {
     load(r, at, n);
-    if constexpr (kFactors) {
-      has_factors = are_moderate(even.c, odd.c, even.s, odd.s);
-      if (A::apart) has_factors &= are_moderate(even.c2, odd.c2, even.s2, odd.s2);
-      const Floats every[] = {even.c, odd.c, even.s, odd.s, even.c2, odd.c2, even.s2, odd.s2};
-#pragma GCC unroll 8
-      for (int i = 0; i < (A::apart ? 8 : 4); ++i) factors[i].take(every[i]);
-    }
-  }
-  // Whether all are bfloat16 of moderate size.
-  static TIGHTROPE_INLINE bool are_moderate(Floats a, Floats b, Floats c, Floats d) {
-    const Words any = (Words)a | (Words)b | (Words)c | (Words)d;
-    return R::are_zero(any & 0xFFFFu) && R::are_moderate(R::twin(a, b), R::twin(c, d));
+    if constexpr (kFactors) has_factors = even_factors.take(even) & odd_factors.take(odd);
   }
   TIGHTROPE_INLINE void load(const Row<float>& r, int64_t at, int64_t n) {
     if (r.order == In::kUsual) {
@@ -381,10 +390,8 @@ struct Block<A, BFloat16, false, lanes> {
 #endif
     if constexpr (kFactors) {
       if (__builtin_expect(has_factors && R::are_moderate(a, b), 1)) {
-        const Factor<lanes>*const f = factors, *const g = f + (A::apart ? 4 : 0);
-        const Floats y0 = f[0].times(a0) - f[2].times(b0), y1 = f[1].times(a1) - f[3].times(b1);
-        const Floats z0 = g[0].times(b0) + g[2].times(a0), z1 = g[1].times(b1) + g[3].times(a1);
-        R::template write<streams>((Twin*)y, R::twin(y0, y1)), R::template write<streams>((Twin*)z, R::twin(z0, z1));
+        R::template write<streams>((Twin*)y, R::twin(even_factors.u(a0, b0), odd_factors.u(a1, b1)));
+        R::template write<streams>((Twin*)z, R::twin(even_factors.v(a0, b0), odd_factors.v(a1, b1)));
         return;
       }
     }
@@ -393,7 +400,7 @@ struct Block<A, BFloat16, false, lanes> {
   }
 
   Block<A, Float, false, lanes> even, odd;
-  Factor<lanes> factors[kFactors ? 8 : 1];
+  Factors<A, lanes> even_factors, odd_factors;
   bool has_factors = false;
 };
 
@@ -403,8 +410,11 @@ struct Block<A, BFloat16, true, lanes> {
   static constexpr int64_t kPairs = lanes;
   static constexpr int kAngleRegisters = A::apart ? 4 : 2;
 
+  static constexpr bool kFactors = Factors<A, lanes>::kUsed;
+
   TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t n) {
     all.take(r, at, n);
+    if constexpr (kFactors) has_factors = factors.take(all);
   }
   template <bool streams>
   TIGHTROPE_INLINE void turn(const uint16_t* x, const uint16_t*, uint16_t* y, uint16_t*) const {
@@ -423,10 +433,17 @@ struct Block<A, BFloat16, true, lanes> {
       return;
     }
 #endif
+    if constexpr (kFactors) {
+      if (__builtin_expect(has_factors && R::are_moderate(pairs, pairs), 1)) {
+        return R::template write<streams>((Twin*)y, R::twin(factors.u(a, b), factors.v(a, b)));
+      }
+    }
     R::template write<streams>((Twin*)y, R::twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2)));
   }
 
   Block<A, Float, false, lanes> all;
+  Factors<A, lanes> factors;
+  bool has_factors = false;
 };
 
 // Rotates `blocks` blocks of pairs of all heads; their angles start at pair `at`.
