@@ -207,19 +207,16 @@ def _sized(suite: Suite, device: str, options: argparse.Namespace) -> Iterator[C
 
 
 def _listed(cases: list[Case], wanted: re.Pattern[str]) -> str:
-    """The cases, and in how many each contender takes part, or why it takes part in none."""
+    """The suites, the cases, and in how many each contender takes part."""
     lines = ["Suites", *(f"  {name}: {suite.about}" for name, suite in SUITES.items())]
     lines += ["Cases", *(f"  {case.name}" for case in cases)]
     rotations = [case for case in cases if case.kind == "rotation"]
     lines += ["Contenders"] if rotations else []
     for contender in EVERY if rotations else ():
-        reasons = [contender.why_not(case) for case in rotations]
-        state = f"in {reasons.count(None)} of {len(rotations)} cases"
-        if None not in reasons:
-            state = str(reasons[0])
-        elif contender.name != OURS and not wanted.search(contender.name):
-            state = "only with --against"
-        lines.append(f"  {contender.name}: {state}")
+        count = sum(map(contender.applies, rotations))
+        left = contender.name != OURS and not wanted.search(contender.name)
+        only = ", only with --against" * (left and count > 0)
+        lines.append(f"  {contender.name}: in {count} of {len(rotations)} cases{only}")
     return "\n".join(lines)
 
 

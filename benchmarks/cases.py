@@ -159,7 +159,7 @@ def _in_both(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 # The default contenders: one pass over the same memory, the eager expression, also compiled, and
 # other libraries.
-_USUAL = "neg_|clone|eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime|jax jit"
+_USUAL = "neg_|clone|eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime"
 # And what shows the cost of a case's options.
 _OPTIONS = "0..n-1|rotation|inv_freq per head|definition, compiled|transformers, compiled"
 
@@ -524,7 +524,7 @@ _GPU = (
 )
 _ON_GPU = (
     "^(neg_|clone|eager|transformers|compiled eager|definition, compiled"
-    "|Liger|flash-attention|FLA|xopes)$"
+    "|Liger|flash-attention|xopes)$"
 )
 
 # Block sizes beside those of the table, to choose the sizes of the table by.

@@ -36,9 +36,6 @@ _MACHINE = (
 #: What must be the same for results to be added to a file.
 _SAME = ("processor", "cores", "instruction_set", "gpus", "torch")
 
-# How reasons begin of contenders that could take part and failed.
-_FAILED = "its re", "it fai", "it cra"
-
 #: The contenders in the picture.
 DRAWN = (OURS, "eager", "compiled eager")
 
@@ -57,18 +54,9 @@ def new(suite: str, command: str, runs: int) -> Document:
 def save(path: Path, document: Document) -> None:
     """Write a document, or add it to a file of the same machine, in which it replaces its suites.
 
-    Of the contenders that did not take part, the file names those that failed; `--list` says why others cannot.
-
     Raises:
         ValueError: the file has results of another machine.
     """
-    results = []
-    for one in document["results"]:
-        absent = one.get("absent", {}).items()
-        failed = {n: why for n, why in absent if n == OURS or why.startswith(_FAILED)}
-        kept = {name: value for name, value in one.items() if name != "absent"}
-        results.append(kept | ({"absent": failed} if failed else {}))
-    document = {**document, "results": results}
     if path.exists():
         old = json.loads(path.read_text("utf-8"))
         if other := [key for key in _SAME if old["machine"][key] != document["machine"][key]]:
@@ -139,7 +127,7 @@ def verdicts(suite: str, results: Iterable[Mapping[str, Any]]) -> Iterator[tuple
 
 
 def summary(results: Sequence[Mapping[str, Any]], every: Sequence[tuple[str, str]]) -> str:
-    """Return how many bounds hold, the others one by one, and who did not take part, and why.
+    """Return how many bounds hold, the others one by one, and who failed, and why.
 
     Args:
         every: the verdicts; see :func:`verdicts`.
@@ -147,12 +135,7 @@ def summary(results: Sequence[Mapping[str, Any]], every: Sequence[tuple[str, str
     lines = [sentence for verdict, sentence in every if verdict != "held"]
     if every:
         lines.insert(0, f"{sum(v == 'held' for v, _ in every)} of {len(every)} bounds held")
-    absent: dict[str, str] = {}
-    for result in results:
-        for name, reason in result.get("absent", {}).items():
-            # A failure or a wrong result matters more than a case that does not apply.
-            if name not in FLOORS and (name not in absent or reason.startswith(_FAILED)):
-                absent[name] = reason
+    absent = {n: why for one in results for n, why in one.get("absent", {}).items()}
     there = {name for result in results for name in result.get("ratios", {})}
     lines += [f"not measured: {n}: {why}" for n, why in absent.items() if n not in there]
     lines += [

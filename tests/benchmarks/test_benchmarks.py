@@ -58,7 +58,7 @@ def test_every_contender_of_a_suite_is_right(suite: str, monkeypatch: pytest.Mon
         with torch.set_grad_enabled(case.work == "training"), settings(case):
             built = build(case, re.compile(""))
             assert case.work == "backward" or OURS in built.calls, built.absent
-            wrong = [why for why in built.absent.values() if re.search("off by|it failed", why)]
+            wrong = [why for why in built.absent.values() if "No module named" not in why]
             assert not wrong, case
             for name, call in built.calls.items():
                 built.renew.get(name, lambda: None)()
