@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import sys
@@ -40,9 +39,6 @@ from .measure import DRY, OURS, QUICK, How
 from .pages import between_marks
 
 FINE, WRONG, UNABLE, INTERRUPTED = 0, 1, 2, 130
-
-# Above this average number of running processes for each core, a warning is printed.
-BUSY = 0.5
 
 #: Number of copies of q and k that must fit in GPU memory: eager contenders need several.
 COPIES = 40
@@ -75,11 +71,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print(_listed(cases, wanted))
         return FINE
-    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
-    if load > BUSY * cores:
-        print(
-            f"This machine is busy, so that ratios may be wrong: {load:.1f} processes run on {cores} cores."
-        )
     how = DRY if options.dry_run else QUICK if options.quick else How(options.runs)
     command = shlex.join(["python", "-m", "benchmarks", *_public(arguments)])
     document, code = report.new(name, command, how.runs), FINE

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -738,27 +738,6 @@ def build(
         built.renew = dict.fromkeys(built.calls, rotation.renew)
     built.rest = any(one.own_threads for one in contenders if one.name in built.calls)
     return built
-
-
-@contextmanager
-def shaped(case: Case) -> Iterator[None]:
-    """Give the Triton kernels the block sizes of a case."""
-    if case.shape is None or case.device == "cpu":
-        yield
-        return
-    from tightrope.backends.triton import blocks, rotation
-
-    change = dict(case.shape)
-    table = blocks.PLAIN if case.plain else blocks.HEAVY
-    kept_shape, kept_programs = table[2], blocks.PROGRAMS
-    blocks.PROGRAMS = change.pop("programs", kept_programs)
-    table[2] = kept_shape._replace(**change)
-    rotation._plans.clear()
-    try:
-        yield
-    finally:
-        blocks.PROGRAMS, table[2] = kept_programs, kept_shape
-        rotation._plans.clear()
 
 
 #: The contenders that are part of this program; this library first, then single passes over the same
