@@ -7,8 +7,8 @@ facts of the file that differ from those of the installed classes, and exits wit
 
 A person writes what no class gives: the facts of modeling code ("code"), additions to the facts of a class ("more"),
 and the rows of families that transformers does not have. Facts that few classes have are by hand, too (`BY_HAND`,
-`BY_HAND_IF_NESTED`, and "sections" other than `SECTIONS`): tests/unit/config/test_classes.py reads files of each family
-as its class reads them, and fails if one is missing. The program keeps all these.
+and "sections" other than `SECTIONS`): tests/unit/config/test_classes.py reads files of each family as its class reads
+them, and fails if one is missing. The program keeps all these.
 
 A type of model gets a row when a person writes its "code"; the program prints the types that have keys about RoPE
 but no row. A part of a composite has the row of its own type. A row with "as" is another name of the type given
@@ -45,8 +45,7 @@ Row = dict[str, Any]
 # The order of the facts of a row.
 FACTS = """as class width ignored keys beside also rope known sections nested fill adds untyped spare bases fractions lost
     lists per_layer differs parts flat defaults outer more code""".split()
-BY_HAND = "outer more code flat defaults per_layer untyped differs".split()
-BY_HAND_IF_NESTED = "fill adds spare".split()
+BY_HAND = "outer more code defaults per_layer untyped differs".split()
 SECTIONS = {"rope_scaling": [""], "rope_parameters": [""]}
 
 HIDDEN, HEADS = (*spelled.HIDDEN, "embed_dim"), spelled.HEADS
@@ -73,7 +72,8 @@ DENSE = ("first_k_dense_replace", "n_dense_layers", "num_dense_layers")
 ABOUT_ROPE = "rope rotary theta freq interleave scal base partial".split()
 
 # Values that no class has by default, so that they are found again.
-BASE, FRACTION, WIDTH = 777.0, 0.375, 496
+BASE, FRACTION, WIDTH, LENGTH = 777.0, 0.375, 496, 4321
+LINEAR = {"rope_type": "linear", "factor": 3.25}
 
 
 # --- one class ------------------------------------------------------------------------------------
@@ -185,24 +185,48 @@ def rope_of(probe: Probe, old: Row) -> Row:
             "fill": {key: default[name] for key, names in last.items() for name in names},
         }
     rope = default["rope_parameters"] or {}
-    nested = any(isinstance(value, dict) for value in rope.values())
-    rope = dict(sorted(rope.items())) if nested else rope  # some classes take them from a set
-    flat = bool(rope) and not nested
-    beside = {"rope_parameters": {"rope_type": "default"}} if flat else {}
+    facts = {"rope": rope, "sections": old.get("sections", SECTIONS)}
+    if any(isinstance(value, dict) for value in rope.values()):
+        return facts | nested_rope_of(probe, dict(sorted(rope.items())))
+    beside = {"rope_parameters": {"rope_type": "default"}} if rope else {}
     bases = probe.moves(BASES, BASE) | probe.moves(BASES, BASE, **beside)
     fractions = probe.moves(FRACTIONS, FRACTION, **beside)
     read = probe.moves(bases, BASE) | probe.moves(fractions, FRACTION)
-    section = probe.made(**beside).get("rope_parameters") or rope
-    fill = {key: section[key] for key in ("rope_theta", "partial_rotary_factor") if key in section}
-    return {
-        "rope": rope,
-        "nested": nested,
-        "sections": old.get("sections", SECTIONS),
-        **({key: old.get(key) for key in BY_HAND_IF_NESTED} if nested else {"fill": fill}),
+    return facts | {
+        "fill": taken(probe.made(**beside).get("rope_parameters") or rope),
         "bases": bases,
         "fractions": fractions,
-        "lost": [key for key in (*bases, *fractions) if key not in read] if flat else [],
+        "lost": [key for key in (*bases, *fractions) if key not in read] if rope else [],
     }
+
+
+def nested_rope_of(probe: Probe, rope: Keys) -> Row:
+    """The same facts of a class with a section for each type of layers, some of which take them from a set."""
+    made = {
+        kind: probe.made(rope_parameters={kind: LINEAR}).get("rope_parameters") or {}
+        for kind in rope
+    }
+    kept = [kind for kind in rope if (made[kind].get(kind) or {}).get("factor")]
+    bases = probe.moves(BASES, BASE)
+    others = [(kind, other) for kind in rope for other in rope if other != kind]
+    return {
+        "rope": rope,
+        "nested": True,
+        "fill": {kind: more for kind in kept if (more := taken(made[kind][kind]))},
+        "adds": bool(others)
+        and all(made[kind].get(other) == rope[other] for kind, other in others),
+        "bases": bases,
+        "fractions": probe.moves(FRACTIONS, FRACTION),
+        # Bases that count only if sections have none of their own.
+        "spare": probe.moves(
+            {*BASES} - {*bases}, BASE, rope_parameters=dict.fromkeys(rope, LINEAR)
+        ),
+    }
+
+
+def taken(section: Mapping[str, Any]) -> Keys:
+    """The keys of a section that no rule owns."""
+    return {key: section[key] for key in ("rope_theta", "partial_rotary_factor") if key in section}
 
 
 # --- lists of layers ------------------------------------------------------------------------------
@@ -327,6 +351,10 @@ def refreshed_rows(file: Mapping[str, Any], names: Iterable[str] | None = None) 
                     row, old, short(file["transformers"]), short(transformers.__version__)
                 )
             row |= {"parts": parts[name]} if name in parts else {}
+            if "text_config" in parts.get(name, {}):
+                text = Probe(found[name]).made(max_position_embeddings=LENGTH).get("text_config")
+                flat = (text or {}).get("max_position_embeddings") == LENGTH
+                row |= {"flat": True} if flat else {}
         made[name] = row
     every = {**rows, **made}
 
