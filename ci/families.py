@@ -5,15 +5,13 @@ class with single keys and records where their values go: the defaults, the keys
 or overrules, the lists of layers that it computes. `python -m ci.families --check` changes nothing: it prints the
 facts of the file that differ from those of the installed classes, and exits with 1 if there are any.
 
-A person writes what no class gives: the facts of modeling code ("code"), additions to the facts of a class ("more"),
-and the rows of families that transformers does not have. Facts that few classes have are by hand, too (`BY_HAND`,
-and "sections" other than `SECTIONS`): tests/unit/config/test_classes.py reads files of each family as its class reads
-them, and fails if one is missing. The program keeps all these.
+What no class gives is written by hand, and the program keeps it: the facts of modeling code ("code"), additions to
+the facts of a class ("more"), a composite's "outer", and the rows of families that transformers does not have. A type
+of model gets a row when a person writes its "code"; the program prints the types that have keys about RoPE but no
+row. A part of a composite has the row of its own type. A row with "as" is another name of the type given there.
 
-A type of model gets a row when a person writes its "code"; the program prints the types that have keys about RoPE
-but no row. A part of a composite has the row of its own type. A row with "as" is another name of the type given
-there. The rows of families from elsewhere have the facts of a class by hand, as far as their programs agree on them;
-without a default the configuration must give the key.
+The rows of other families have the facts of a class by hand, as far as their programs agree on them; without a
+default the configuration must give the key.
 
 `tightrope.config.families.Family` explains each fact; there "class" is `made_by`, and "sections" of a row, not of its
 "code", is `places`.
@@ -45,8 +43,6 @@ Row = dict[str, Any]
 # The order of the facts of a row.
 FACTS = """as class width ignored keys beside also rope known sections nested fill adds untyped spare bases fractions lost
     lists per_layer differs parts flat defaults outer more code""".split()
-BY_HAND = "outer more code defaults per_layer untyped differs".split()
-SECTIONS = {"rope_scaling": [""], "rope_parameters": [""]}
 
 HIDDEN, HEADS = (*spelled.HIDDEN, "embed_dim"), spelled.HEADS
 HEAD_DIM = "head_dim kv_channels attention_head_dim".split()
@@ -118,12 +114,12 @@ def places(section: Mapping[str, Any], wanted: Any, path: str = "") -> Iterator[
             yield f"{path}{key}"
 
 
-def row_of(probe: Probe, old: Row) -> Row:
-    """The facts that one class gives, and those of its row that are by hand."""
+def row_of(probe: Probe, code: Row) -> Row:
+    """The facts that one class gives, if the code reads some keys of its own."""
     default = probe.default
     if not default:
         raise RuntimeError(f"{probe.cls.__name__} must have a default for each key")
-    facts = widths_of(probe, old["code"].get("width", ())) | rope_of(probe, old)
+    facts = widths_of(probe, code.get("width", ())) | rope_of(probe)
     renamed = getattr(probe.cls, "attribute_map", None) or {}
     plain = {*HIDDEN, *HEADS, *PLAIN}
     facts |= {
@@ -131,8 +127,29 @@ def row_of(probe: Probe, old: Row) -> Row:
         "also": {name: own for name, own in renamed.items() if {name, own} & plain},
         "known": known(probe),
         "lists": lists_of(probe),
+        "per_layer": per_layer(probe.default),
+        "untyped": untyped(probe),
     }
     return {name: value for name, value in facts.items() if value not in (None, [], {}, False)}
+
+
+def per_layer(default: Keys) -> dict[str, Keys]:
+    """Layer type -> the widths of its layers, for classes with configurations of single layers."""
+    names = [n for n in ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim") if n in default]
+    single = (default.get("per_layer_config") or {}).items()
+    kinds = default.get("layer_types") or {}
+    return {
+        kinds[int(number)] if kinds else "all": {n: inner.get(n, default[n]) for n in names}
+        for number, inner in single
+    }
+
+
+def untyped(probe: Probe) -> bool:
+    """Say if the class reads the keys of a section but not its rule by the older key "type"."""
+    made = probe.made(rope_scaling={"type": "linear", "factor": LINEAR["factor"]})
+    section = made.get("rope_parameters") or {}
+    where = [path.rpartition("factor")[0] for path in places(section, LINEAR["factor"])]
+    return bool(where) and not any(f"{at}rope_type" in places(section, "linear") for at in where)
 
 
 def known(probe: Probe) -> list[str]:
@@ -173,7 +190,7 @@ def widths_of(probe: Probe, others: Iterable[str]) -> Row:
     }
 
 
-def rope_of(probe: Probe, old: Row) -> Row:
+def rope_of(probe: Probe) -> Row:
     """The rope section of a class, and where keys beside it go."""
     default = probe.default
     if "rope_parameters" not in default:
@@ -185,7 +202,10 @@ def rope_of(probe: Probe, old: Row) -> Row:
             "fill": {key: default[name] for key, names in last.items() for name in names},
         }
     rope = default["rope_parameters"] or {}
-    facts = {"rope": rope, "sections": old.get("sections", SECTIONS)}
+    facts = {
+        "rope": rope,
+        "sections": {n: sections_of(probe, n) for n in ("rope_scaling", "rope_parameters")},
+    }
     if any(isinstance(value, dict) for value in rope.values()):
         return facts | nested_rope_of(probe, dict(sorted(rope.items())))
     beside = {"rope_parameters": {"rope_type": "default"}} if rope else {}
@@ -222,6 +242,16 @@ def nested_rope_of(probe: Probe, rope: Keys) -> Row:
             {*BASES} - {*bases}, BASE, rope_parameters=dict.fromkeys(rope, LINEAR)
         ),
     }
+
+
+def sections_of(probe: Probe, name: str) -> list[str]:
+    """The sections of the object that the class makes of one by this name; "" is the only one."""
+    rules = [
+        LINEAR | {"rope_type": rule, "rope_theta": 1e4} for rule in ("linear", "axial", "default")
+    ]
+    made = next(filter(None, (probe.made(**{name: rule}) for rule in rules)), {})
+    paths = places(made.get("rope_parameters", LINEAR) or {}, LINEAR["factor"])
+    return sorted({path.rpartition(".")[0] for path in paths})
 
 
 def taken(section: Mapping[str, Any]) -> Keys:
@@ -335,6 +365,23 @@ def add_differences(facts: Row, old: Row, before: str, now: str) -> None:
             facts["differs"] = facts.get("differs", {}) | {path: versions}
 
 
+def whole_of(whole: Probe, found: Mapping[str, Any], parts: Mapping[str, str]) -> Row:
+    """The effect of a composite on its parts: keys of the outer level that go to the text, and other defaults."""
+    facts: Row = {}
+    if "text_config" in parts:
+        text = whole.made(max_position_embeddings=LENGTH).get("text_config") or {}
+        if text.get("max_position_embeddings") == LENGTH:
+            facts["flat"] = True
+    for part, kind in parts.items():
+        own = whole.made(**{part: {"model_type": kind}}).get(part) or {}
+        usual = Probe(found[kind]).default if kind in found else own
+        names = [*PLAIN, *HIDDEN, *HEADS, *BASES, *FRACTIONS, "rope_parameters"]
+        other = {key: own[key] for key in names if key in own and own[key] != usual.get(key)}
+        if other:
+            facts.setdefault("defaults", {})[part] = other
+    return facts
+
+
 def refreshed_rows(file: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Row]:
     """The rows of a file with the facts of the installed classes: those named, or all and all composites."""
     found, parts = classes()
@@ -344,17 +391,14 @@ def refreshed_rows(file: Mapping[str, Any], names: Iterable[str] | None = None) 
         old = rows.get(name, {})
         row = dict(old)
         if name in found:
-            row = {fact: old[fact] for fact in BY_HAND if fact in old}
+            row = {fact: old[fact] for fact in ("outer", "more", "code", "differs") if fact in old}
             if "code" in old and "refused" not in old["code"]:
-                row |= row_of(Probe(found[name]), old)
+                row |= row_of(Probe(found[name]), old["code"])
                 add_differences(
                     row, old, short(file["transformers"]), short(transformers.__version__)
                 )
             row |= {"parts": parts[name]} if name in parts else {}
-            if "text_config" in parts.get(name, {}):
-                text = Probe(found[name]).made(max_position_embeddings=LENGTH).get("text_config")
-                flat = (text or {}).get("max_position_embeddings") == LENGTH
-                row |= {"flat": True} if flat else {}
+            row |= whole_of(Probe(found[name]), found, row.get("parts", {}))
         made[name] = row
     every = {**rows, **made}
 
