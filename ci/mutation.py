@@ -217,7 +217,7 @@ def copied(tree, kept):
 def build(folder):
     """Build the library of a copy of the source; return its bytes, or none if that fails.
 
-    Loops for other instruction sets than AVX2 are compiled once: the tests do not run them.
+    Loops for AVX-512 are compiled once, for the first copy.
     """
     with mock.patch("setuptools.setup"):
         setup = runpy.run_path(str(folder / "setup.py"))["build_library"].__globals__
