@@ -38,9 +38,9 @@ def check(dtype: torch.dtype, interleaved: bool) -> None:
     y = rotate(x, spec.at(OFFSET, inv_freq=frequencies))
     like = torch.randn_like(y)
     got = y.detach(), *torch.autograd.grad(y, (x, frequencies), like)
-    wide = [each.detach().double().requires_grad_() for each in (x, frequencies)]
-    wanted = plain(*wide, interleaved)
-    wanted = wanted.detach(), *torch.autograd.grad(wanted, wide, like.double())
+    wide, omega = (each.detach().double().requires_grad_() for each in (x, frequencies))
+    right = plain(wide, omega, interleaved)
+    wanted = right.detach(), *torch.autograd.grad(right, (wide, omega), like.double())
     # A part of the largest number. The gradient of the frequencies is a sum of many.
     part = max(2 * torch.finfo(dtype).eps, 64 * torch.finfo(torch.float32).eps)
     names = "the result", "the gradient of x", "the gradient of the frequencies"
@@ -52,12 +52,12 @@ def check(dtype: torch.dtype, interleaved: bool) -> None:
         )
     with torch.no_grad():
         made, again = rotate(x, spec, OFFSET), rotate_(x.clone(), spec, OFFSET)
-        wanted = plain(x.double(), spec.frequencies().inv_freq[None], interleaved)
+        right = plain(x.double(), spec.frequencies().inv_freq[None], interleaved)
     assert torch.equal(made, again), "in place and out of place differ"
     assert made.dtype == dtype, made.dtype
     # One rounding each of cosine, sine and the result; no pair of these is longer than 5.
     most = 5 * max(torch.finfo(dtype).eps, 4e-7)
-    assert float((made - wanted).abs().max()) <= most, f"{dtype}: {(made - wanted).abs().max()}"
+    assert float((made - right).abs().max()) <= most, f"{dtype}: {(made - right).abs().max()}"
 
 
 def check_error() -> None:
