@@ -194,11 +194,11 @@ def rope_of(probe: Probe) -> Row:
     """The rope section of a class, and where keys beside it go."""
     default = probe.default
     if "rope_parameters" not in default:
-        bases, fractions = ([n for n in names if n in default] for names in (BASES, FRACTIONS))
-        last = {"rope_theta": bases[-1:], "partial_rotary_factor": fractions[-1:]}
+        outer, partly = ([n for n in names if n in default] for names in (BASES, FRACTIONS))
+        last = {"rope_theta": outer[-1:], "partial_rotary_factor": partly[-1:]}
         return {
-            "bases": {name: [""] for name in bases},
-            "fractions": {name: [""] for name in fractions},
+            "bases": {name: [""] for name in outer},
+            "fractions": {name: [""] for name in partly},
             "fill": {key: default[name] for key, names in last.items() for name in names},
         }
     rope = default["rope_parameters"] or {}
