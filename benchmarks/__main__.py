@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import sys
@@ -40,9 +39,6 @@ from .measure import DRY, OURS, QUICK, How
 from .pages import between_marks
 
 FINE, WRONG, UNABLE, INTERRUPTED = 0, 1, 2, 130
-
-# Above this average number of running processes for each core, a warning is printed.
-BUSY = 0.5
 
 #: Number of copies of q and k that must fit in GPU memory: eager contenders need several.
 COPIES = 40
@@ -75,11 +71,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print(_listed(cases, wanted))
         return FINE
-    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
-    if load > BUSY * cores:
-        print(
-            f"This machine is busy, so that ratios may be wrong: {load:.1f} processes run on {cores} cores."
-        )
     how = DRY if options.dry_run else QUICK if options.quick else How(options.runs)
     command = shlex.join(["python", "-m", "benchmarks", *_public(arguments)])
     document, code = report.new(name, command, how.runs), FINE
@@ -207,19 +198,16 @@ def _sized(suite: Suite, device: str, options: argparse.Namespace) -> Iterator[C
 
 
 def _listed(cases: list[Case], wanted: re.Pattern[str]) -> str:
-    """The cases, and in how many each contender takes part, or why it takes part in none."""
+    """The suites, the cases, and in how many each contender takes part."""
     lines = ["Suites", *(f"  {name}: {suite.about}" for name, suite in SUITES.items())]
     lines += ["Cases", *(f"  {case.name}" for case in cases)]
     rotations = [case for case in cases if case.kind == "rotation"]
     lines += ["Contenders"] if rotations else []
     for contender in EVERY if rotations else ():
-        reasons = [contender.why_not(case) for case in rotations]
-        state = f"in {reasons.count(None)} of {len(rotations)} cases"
-        if None not in reasons:
-            state = str(reasons[0])
-        elif contender.name != OURS and not wanted.search(contender.name):
-            state = "only with --against"
-        lines.append(f"  {contender.name}: {state}")
+        count = sum(map(contender.applies, rotations))
+        left = contender.name != OURS and not wanted.search(contender.name)
+        only = ", only with --against" * (left and count > 0)
+        lines.append(f"  {contender.name}: in {count} of {len(rotations)} cases{only}")
     return "\n".join(lines)
 
 

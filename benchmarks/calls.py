@@ -30,7 +30,7 @@ from tightrope.patching import replaced
 
 from . import peers
 from .cases import KERNELS, Case
-from .contenders import CONTENDERS, build as rotation, shaped
+from .contenders import CONTENDERS, build as rotation
 from .measure import OURS, Built, Call, Child, How, apart, measure, settings
 
 EVERY = (*CONTENDERS, *peers.CONTENDERS)
@@ -437,7 +437,7 @@ def measured(
     note: Callable[[str], object], case: Case, wanted: re.Pattern[str], how: How
 ) -> dict[str, Any]:
     """Make the calls of a case, check them, and time them in turns."""
-    with settings(case), shaped(case):
+    with settings(case):
         built = build(case, wanted, note)
         note("")
         return measure(case, built, how)

@@ -56,7 +56,6 @@ class Case:
         neighbours: whether q and k are scaled before and after the rotation, for a compiler to fuse.
         graph: whether a CUDA graph replays the calls, which excludes the host's time.
         host: whether the time counts until the call returns, without waiting for the device.
-        shape: on a GPU, block sizes other than those of the table in `backends/triton/blocks.py`.
         alone: whether the case runs in a process of its own, because a contender may crash.
         bounds: (contender, most): the largest ratio of our time to that contender's.
     """
@@ -89,7 +88,6 @@ class Case:
     neighbours: bool = False
     graph: bool = False
     host: bool = False
-    shape: tuple[tuple[str, int], ...] | None = None
     alone: bool = False
     bounds: tuple[tuple[str, float], ...] = ()
 
@@ -159,7 +157,7 @@ def _in_both(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 # The default contenders: one pass over the same memory, the eager expression, also compiled, and
 # other libraries.
-_USUAL = "neg_|clone|eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime|jax jit"
+_USUAL = "neg_|clone|eager|compiled eager|transformers|rotary-embedding-torch|onnxruntime"
 # And what shows the cost of a case's options.
 _OPTIONS = "0..n-1|rotation|inv_freq per head|definition, compiled|transformers, compiled"
 
@@ -524,37 +522,7 @@ _GPU = (
 )
 _ON_GPU = (
     "^(neg_|clone|eager|transformers|compiled eager|definition, compiled"
-    "|Liger|flash-attention|FLA|xopes)$"
-)
-
-# Block sizes beside those of the table, to choose the sizes of the table by.
-_TILES = ((512, 2), (512, 4), (1024, 2), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
-_CHANGES: tuple[tuple[tuple[str, int], ...], ...] = (
-    (),  # as in the table
-    *((("together", n),) for n in (1, 2, 4, 8)),
-    *((("registers", n),) for n in (0, 64, 96, 128)),
-    *((("pairs", pairs), ("warps", warps), ("registers", 0)) for pairs, warps in _TILES),
-)
-_PROGRAMS = ((), *((("programs", n),) for n in (64, 128, 256, 1024, 2048)))
-_VARIED = (
-    "prefill 32k",
-    "12 x 32768, 12 heads",
-    "silu 32k",
-    "decode 256, graph",
-    "decode 32, graph",
-)
-_SHAPES = tuple(
-    replace(
-        case,
-        name=f"{case.name} | {', '.join(f'{k} {v}' for k, v in change) or 'as in the table'}",
-        shape=change,
-        compiled=False,
-        bounds=(),
-    )
-    for turn in range(max(len(_CHANGES), len(_PROGRAMS)))
-    for case in _GPU
-    if case.name in _VARIED
-    for change in (_PROGRAMS if case.graph else _CHANGES)[turn : turn + 1]
+    "|Liger|flash-attention|xopes)$"
 )
 
 #: The suites. `python -m benchmarks --suite NAME` measures one.
@@ -572,7 +540,6 @@ SUITES = {
     "blocks": Suite("blocks of video and image models before and after `patch`", _BLOCKS),
     "model": Suite("a transformers model before and after `patch`", _MODEL),
     "gpu": Suite("the budgets of docs/gpu.md, and other libraries' kernels", _GPU, _ON_GPU, "cuda"),
-    "gpu-shapes": Suite("block sizes other than the table's", _SHAPES, "^(neg_|clone)$", "cuda"),
 }
 
 

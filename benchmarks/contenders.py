@@ -2,8 +2,7 @@
 
 A contender is an implementation of a case's rotation. It is checked before it is timed: each element
 of the results of one call is compared with the definition in float64. Contenders that do not compute
-the case's rotation (floors, "copy_", "0..n-1", "rotation") have no results to compare. If a contender
-does not apply to a case, its `why_not` returns the reason.
+the case's rotation (floors, "copy_", "0..n-1", "rotation") have no results to compare.
 
 All contenders of a case work on the same tensors, whose values are restored before each turn.
 """
@@ -12,11 +11,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -66,19 +64,17 @@ _NAMES: tuple[str, ...] = ("q", "k", "the gradient of q", "the gradient of k")
 
 
 class Rotate(NamedTuple):
-    """A rotation: ``function(q, k, *given, **options)``, without k if the case has none.
+    """A rotation: ``function(q, k, *given)``, without k if the case has none.
 
     Attributes:
         function: it returns the rotated tensors, in place if the case is in place.
-        given, options: its other arguments.
-        learned: tensors besides q and k that get gradients in training.
-        compared: whether the results are those of the case.
+        given: its other arguments.
+        compared: whether the results are those of the case; then the tensors that the case learns get
+            gradients in training.
     """
 
     function: Callable[..., Any]
     given: tuple[Any, ...] = ()
-    options: Mapping[str, Any] = MappingProxyType({})
-    learned: Tensors = ()
     compared: bool = True
 
 
@@ -95,13 +91,13 @@ class Contender:
 
     Attributes:
         name: a unique name.
-        why_not: returns why it cannot take part in a case; None if it can.
+        applies: whether it can take part in a case.
         make: prepares it from the tensors of a case.
         own_threads: whether it computes on its own threads, not on torch's.
     """
 
     name: str
-    why_not: Callable[[Case], str | None]
+    applies: Callable[[Case], bool]
     make: Callable[[Rotation], Rotate | Made]
     own_threads: bool = False
 
@@ -406,24 +402,18 @@ def around(rotation: Rotation, rotate: Callable[..., Any]) -> Callable[..., Any]
 # ---- ours -----------------------------------------------------------------------------------------
 
 
-def _always(_: Case) -> None:
-    return None
-
-
 def _ours(rotation: Rotation) -> Rotate:
     """Rotate by a prepared rotation, or by the case's tables."""
     case = rotation.case
     if case.neighbours:
         return _ours_compiled(rotation)
-    in_place = case.work == "in place"
-    learned = tuple(rotation.learned)
     if case.tables is not None:
         return _by_tables(rotation, case.tables)
     options = rotation.arguments(rotation.learned) | rotation.layout
     if case.work == "backward":
         # The backward pass of a rotation is the rotation of the gradients by the opposite angles.
         options["inverse"] = True
-    rope, function = rotation.rope, rotate_qk_ if in_place else rotate_qk
+    rope, function = rotation.rope, _function(case)
     if case.phases == "running" or (case.phases and case.work == "training"):
 
         def turned(q: torch.Tensor, k: torch.Tensor | None = None) -> Any:
@@ -431,15 +421,18 @@ def _ours(rotation: Rotation) -> Rotate:
             own = rotation.with_phases(rope, rotation.learned)
             return function(q, k, own, **options | rotation.arguments(rotation.learned))
 
-        return Rotate(turned, learned=learned)
+        return Rotate(turned)
     rope = rotation.with_phases(rope, rotation.learned)
-    return Rotate(function, (*rotation.no_k, rope), options, learned)
+    return Rotate(partial(function, **options), (*rotation.no_k, rope))
+
+
+def _function(case: Case) -> Callable[..., Any]:
+    return rotate_qk_ if case.work == "in place" else rotate_qk
 
 
 def _by_spec(rotation: Rotation) -> Rotate:
-    function = rotate_qk_ if rotation.case.work == "in place" else rotate_qk
     given = (*rotation.no_k, rotation.spec, rotation.where)
-    return Rotate(function, given, rotation.layout)
+    return Rotate(partial(_function(rotation.case), **rotation.layout), given)
 
 
 def _by_tables(rotation: Rotation, kind: str) -> Rotate:
@@ -449,47 +442,31 @@ def _by_tables(rotation: Rotation, kind: str) -> Rotate:
     if case.rounding != "once":
         options["rounding"] = case.rounding
     given = (*rotation.no_k, *rotation.tables(kind), rotation.heads)
-    return Rotate(function, given, options)
+    return Rotate(partial(function, **options), given)
 
 
 def _own_tables(rotation: Rotation) -> Rotate:
     return _by_tables(rotation, "half" if rotation.case.interleaved else "cat")
 
 
-def _no_spec(case: Case) -> str | None:
-    usual = case.plain and case.phases is None and case.rounding == "once" and not case.neighbours
-    if case.tables is not None:
-        return "the case rotates by tables"
-    return None if usual and case.work != "backward" else "the case is not the plain rotation"
+def _usual(case: Case) -> bool:
+    """Whether a case is the plain rotation, by a spec or by tables."""
+    alone = case.plain and case.phases is None and not case.neighbours
+    return alone and case.rounding == "once" and case.work != "backward"
 
 
-def _no_tables(case: Case) -> str | None:
-    if case.positions in ("ids per head", "M-RoPE") or case.work == "backward":
-        return "the case has no tables that all heads share"
-    return _no_spec(replace(case, tables=None))
-
-
-def _no_half(case: Case) -> str | None:
-    return "its own tables are halves" if case.interleaved else _no_tables(case)
-
-
-def _no_plain(case: Case) -> str | None:
-    return "the positions are 0..n-1" if case.positions == "0..n-1" else None
-
-
-def _plain(rotation: Rotation) -> Rotate:
-    """Rotate the same tensors at 0..n-1, to show the cost of the case's positions."""
-    return _other(rotation, positions="0..n-1")
+def _has_tables(case: Case) -> bool:
+    return _usual(case) and case.positions not in ("ids per head", "M-RoPE")
 
 
 def _other(rotation: Rotation, **changes: Any) -> Rotate:
-    """Rotate the same tensors as another case does."""
+    """Rotate the same tensors as another case does, to show the cost of what differs."""
     return _ours(Rotation(replace(rotation.case, **changes)))._replace(compared=False)
 
 
-def _no_rotation(case: Case) -> str | None:
-    usual = case.plain and case.rounding == "once" and case.tables in (None, "cat")
-    return "the case is the plain rotation" if usual and case.phases is None else None
+def _has_options(case: Case) -> bool:
+    plain = case.plain and case.rounding == "once" and case.tables in (None, "cat")
+    return not plain or case.phases is not None
 
 
 def _rotation(rotation: Rotation) -> Rotate:
@@ -502,10 +479,9 @@ def _rotation(rotation: Rotation) -> Rotate:
     return _other(rotation, act=None, gate=None, rounding="once", tables=tables, phases=None)
 
 
-def _no_frequencies(case: Case) -> str | None:
-    per_head = case.phases == "given" and case.q_heads == case.k_heads
-    per_head = per_head or case.positions == "ids per head"
-    return None if per_head else "the case has no given phases, or positions, per head"
+def _is_per_head(case: Case) -> bool:
+    phases = case.phases == "given" and case.q_heads == case.k_heads
+    return phases or case.positions == "ids per head"
 
 
 def _frequencies(rotation: Rotation) -> Rotate:
@@ -514,14 +490,7 @@ def _frequencies(rotation: Rotation) -> Rotate:
     rule = Given.of(torch.rand(case.q_heads, case.width // 2))
     where = None if case.positions == "ids per head" else rotation.where
     rope = replace(rotation.spec, scaling=rule).at(where, device=case.device)
-    function = rotate_qk_ if case.work == "in place" else rotate_qk
-    return Rotate(function, (rope,), compared=False)
-
-
-def _no_compiled(case: Case) -> str | None:
-    if case.work == "backward":
-        return "training cases cover its backward pass"
-    return None if case.compiled else "the case does not measure compilation"
+    return Rotate(_function(case), (rope,), compared=False)
 
 
 def _ours_compiled(rotation: Rotation, backend: str | None = None) -> Rotate:
@@ -533,7 +502,7 @@ def _ours_compiled(rotation: Rotation, backend: str | None = None) -> Rotate:
         with nullcontext() if backend is None else use(backend):
             return rotate_qk(q, k, rotation.with_phases(rope, learned), **given)
 
-    return Rotate(torch.compile(around(rotation, rotate), fullgraph=True), learned=tuple(learned))
+    return Rotate(torch.compile(around(rotation, rotate), fullgraph=True))
 
 
 # ---- floors: memory traffic alone -----------------------------------------------------------------
@@ -543,33 +512,18 @@ def _ours_compiled(rotation: Rotation, backend: str | None = None) -> Rotate:
 FLOORS = ("neg_", "clone")
 
 
-def _no_neg(case: Case) -> str | None:
-    return None if case.work == "in place" else "it is measured only in place"
-
-
 def _neg(_: Rotation) -> Rotate:
     return Rotate(lambda *xs: [x.neg_() for x in kept(xs)], compared=False)
 
 
-def _no_clone(case: Case) -> str | None:
-    return "it is not measured in place" if case.work == "in place" else None
-
-
 def _clone(rotation: Rotation) -> Made:
-    twice = rotation.case.work == "training"
-    xs = [x.detach() for x in rotation.xs] * (1 + twice)
+    xs = [x.detach() for x in rotation.xs] * (1 + (rotation.case.work == "training"))
     return Made(lambda: [x.clone() for x in xs], ())
 
 
-def _no_copy(case: Case) -> str | None:
-    return None if case.work == "out of place" else "it is measured only out of place"
-
-
-def _copy(rotation: Rotation) -> Rotate:
-    ys = [torch.empty_like(x) for x in rotation.xs]
-    return Rotate(
-        lambda *xs: [y.copy_(x) for y, x in zip(ys, kept(xs), strict=True)], compared=False
-    )
+def _copy(rotation: Rotation) -> Made:
+    pairs = [(torch.empty_like(x), x) for x in rotation.xs]
+    return Made(lambda: [y.copy_(x) for y, x in pairs], ())
 
 
 # ---- eager: the code of model files ---------------------------------------------------------------
@@ -585,13 +539,10 @@ def _turned_neighbours(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
 
 
-def _no_eager(case: Case) -> str | None:
-    if case.work == "backward":
-        return "training cases cover its backward pass"
-    if case.best and case.interleaved:
-        return "complex eager code takes part"
-    known = case.act in (None, "rms_norm", *FUNCTIONS)
-    return None if known else f"eager code has no {case.act} before a rotation"
+def _has_eager(case: Case) -> bool:
+    if case.work == "backward" or (case.best and case.interleaved):
+        return False  # in training cases; as complex numbers
+    return case.act in (None, "rms_norm", *FUNCTIONS)
 
 
 def _before(rotation: Rotation) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
@@ -647,12 +598,7 @@ def _eager(rotation: Rotation, compiles: bool = False) -> Rotate:
 
     function = around(rotation, rotated)
     function = torch.compile(function, fullgraph=True) if compiles else function
-    return Rotate(function, (cos, sin), learned=tuple(learned))
-
-
-def _no_complex(case: Case) -> str | None:
-    usual = case.interleaved and case.best
-    return None if usual else "it is measured only in the grid, where pairs are interleaved"
+    return Rotate(function, (cos, sin))
 
 
 def _complex(rotation: Rotation) -> Rotate:
@@ -669,20 +615,6 @@ def _complex(rotation: Rotation) -> Rotate:
         return tuple(one(x, factor) for x in xs)
 
     return Rotate(rotated, rotation.beside_heads((polar,)))
-
-
-def _no_halves(case: Case) -> str | None:
-    return None if case.best else "it is measured only in the grid"
-
-
-def _no_over(case: Case) -> str | None:
-    return _no_halves(case) or _no_neg(case)
-
-
-def _no_as_eager(case: Case) -> str | None:
-    # A width of whole registers compiles as well from halves.
-    usual = case.best and case.width % 32 and not case.interleaved
-    return None if usual else "code with half tables is as fast"
 
 
 def _halves(rotation: Rotation, over: bool = False) -> Rotate:
@@ -712,21 +644,22 @@ def prepared(rotation: Rotation, made: Rotate | Made) -> Made:
     """Return the call to time, and the results of a first one; none if they are not compared."""
     if isinstance(made, Made):
         return made
-    function, given, options, learned, compared = made
+    function, given, compared = made
     if rotation.case.work != "training":
-        call = partial(function, *rotation.xs, *given, **options)
+        call = partial(function, *rotation.xs, *given)
         return Made(call, tuple(y.clone() for y in kept(call())) if compared else ())
     leaves = [x.detach().requires_grad_() for x in rotation.xs]
+    learned = rotation.learned if compared else ()
     every = [*leaves, *(one.requires_grad_() for one in learned)]
 
     def trained() -> Tensors:
         # The gradients of the leaves are returned, not accumulated.
-        ys = kept(function(*leaves, *given, **options))
+        ys = kept(function(*leaves, *given))
         return (*ys, *torch.autograd.grad(ys, every, rotation.cotangents))
 
     if not compared:
         return Made(trained, ())
-    ys = kept(function(*leaves, *given, **options))
+    ys = kept(function(*leaves, *given))
     # Some kernels overwrite the gradients that they are given.
     grads = torch.autograd.grad(ys, every, [grad.clone() for grad in rotation.cotangents])
     return Made(trained, (*(y.detach() for y in ys), *grads[: len(leaves)]))
@@ -784,74 +717,69 @@ def build(
     rotation, built = Rotation(case), Built()
     for contender in contenders:
         name = contender.name
-        if name != OURS and not wanted.search(name):
+        if not contender.applies(case) or (name != OURS and not wanted.search(name)):
             continue
-        reason = contender.why_not(case)
-        if reason is None:
-            note(name)
-            try:
-                built.calls[name] = checked(contender, rotation)
-            except WrongError as error:
-                reason = str(error)
-            except FAILURES as error:
-                if name == OURS:
-                    raise RuntimeError(f"{type(error).__name__}: {error}") from error
-                if case.alone and _lost(case.device):
-                    os._exit(1)  # another process measures the case without this contender
-                first = next(iter(str(error).strip().splitlines()), "")
-                reason = f"it failed: {type(error).__name__}: {first[:200]}"
-        if reason is not None:
-            if name.startswith(OURS) and reason.startswith("its result"):
-                raise RuntimeError(
-                    f"[benchmarks] {name} must be right in {case.name} but {reason}."
-                )
-            built.absent[name] = reason
+        note(name)
+        try:
+            built.calls[name] = checked(contender, rotation)
+        except WrongError as error:
+            if name.startswith(OURS):
+                what = f"{name} must be right in {case.name} but {error}"
+                raise RuntimeError(f"[benchmarks] {what}.") from error
+            built.absent[name] = str(error)
+        except FAILURES as error:
+            if name == OURS:
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            if case.alone and _lost(case.device):
+                os._exit(1)  # another process measures the case without this contender
+            first = next(iter(str(error).strip().splitlines()), "")
+            built.absent[name] = f"it failed: {type(error).__name__}: {first[:200]}"
     if case.work == "in place" or case.device != "cpu":
         built.renew = dict.fromkeys(built.calls, rotation.renew)
     built.rest = any(one.own_threads for one in contenders if one.name in built.calls)
     return built
 
 
-@contextmanager
-def shaped(case: Case) -> Iterator[None]:
-    """Give the Triton kernels the block sizes of a case."""
-    if case.shape is None or case.device == "cpu":
-        yield
-        return
-    from tightrope.backends.triton import blocks, rotation
-
-    change = dict(case.shape)
-    table = blocks.PLAIN if case.plain else blocks.HEAVY
-    kept_shape, kept_programs = table[2], blocks.PROGRAMS
-    blocks.PROGRAMS = change.pop("programs", kept_programs)
-    table[2] = kept_shape._replace(**change)
-    rotation._plans.clear()
-    try:
-        yield
-    finally:
-        blocks.PROGRAMS, table[2] = kept_programs, kept_shape
-        rotation._plans.clear()
-
-
 #: The contenders that are part of this program; this library first, then single passes over the same
 #: memory. :mod:`benchmarks.peers` has those of other libraries.
 CONTENDERS = (
-    Contender(OURS, _always, _ours),
-    Contender("tightrope, a spec", _no_spec, _by_spec),
-    Contender("tightrope, tables", _no_tables, _own_tables),
-    Contender("tightrope, half tables", _no_half, partial(_by_tables, kind="half")),
-    Contender("neg_", _no_neg, _neg),
-    Contender("clone", _no_clone, _clone),
-    Contender("copy_", _no_copy, _copy),
-    Contender("0..n-1", _no_plain, _plain),
-    Contender("rotation", _no_rotation, _rotation),
-    Contender("inv_freq per head", _no_frequencies, _frequencies),
-    Contender("tightrope, compiled", _no_compiled, _ours_compiled),
-    Contender("definition, compiled", _no_compiled, partial(_ours_compiled, backend="reference")),
-    Contender("eager", _no_eager, _eager),
-    Contender("compiled eager", _no_eager, partial(_eager, compiles=True)),
-    Contender("complex eager", _no_complex, _complex),
-    Contender("compiled halves", _no_halves, _halves),
-    Contender("compiled halves, over its input", _no_over, partial(_halves, over=True)),
-    Contender("compiled as eager", _no_as_eager, partial(_eager, compiles=True)),
+    Contender(OURS, lambda _: True, _ours),
+    Contender("tightrope, a spec", lambda case: _usual(case) and case.tables is None, _by_spec),
+    Contender("tightrope, tables", _has_tables, _own_tables),
+    Contender(
+        "tightrope, half tables",
+        lambda case: _has_tables(case) and not case.interleaved,
+        partial(_by_tables, kind="half"),
+    ),
+    Contender("neg_", lambda case: case.work == "in place", _neg),
+    Contender("clone", lambda case: case.work != "in place", _clone),
+    Contender("copy_", lambda case: case.work == "out of place", _copy),
+    Contender(
+        "0..n-1",
+        lambda case: case.positions != "0..n-1",
+        partial(_other, positions="0..n-1"),
+    ),
+    Contender("rotation", _has_options, _rotation),
+    Contender("inv_freq per head", _is_per_head, _frequencies),
+    Contender("tightrope, compiled", lambda case: case.compiled, _ours_compiled),
+    Contender(
+        "definition, compiled",
+        lambda case: case.compiled,
+        partial(_ours_compiled, backend="reference"),
+    ),
+    Contender("eager", _has_eager, _eager),
+    Contender("compiled eager", _has_eager, partial(_eager, compiles=True)),
+    Contender("complex eager", lambda case: case.best and case.interleaved, _complex),
+    Contender("compiled halves", lambda case: case.best, _halves),
+    Contender(
+        "compiled halves, over its input",
+        lambda case: case.best and case.work == "in place",
+        partial(_halves, over=True),
+    ),
+    Contender(
+        "compiled as eager",
+        # A width of whole registers compiles as well from halves.
+        lambda case: case.best and case.width % 32 != 0 and not case.interleaved,
+        partial(_eager, compiles=True),
+    ),
 )

@@ -35,7 +35,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -45,7 +45,7 @@ from unittest.mock import patch
 
 import torch
 
-from .cases import BETTER, MICROSECONDS, Case
+from .cases import BETTER, Case
 
 Call = Callable[[], object]
 
@@ -405,20 +405,3 @@ def _grouped(seconds: Mapping[str, float]) -> dict[str, float]:
         group = OURS if name.startswith(OURS) else "compiled" if "compiled" in name else "eager"
         groups[group] = min(value, groups.get(group, value))
     return groups
-
-
-def within(values: Iterable[float], most: float) -> str:
-    """Return "held" if all values are within a bound, "MISSED" if none is, else "open"."""
-    low, *_, high = sorted([*values] * 2)
-    return "held" if high <= most else "MISSED" if low > most else "open"
-
-
-def held(case: Case, result: Mapping[str, Any]) -> Iterator[tuple[str, float, list[float]]]:
-    """Yield (contender, bound, ratios) for each bound of a case that a result tells about."""
-    known = {name: [value] for name, value in result.get("numbers", {}).items()}
-    known |= result.get("ratios", {})
-    if "us" in result:
-        known[MICROSECONDS] = [result["us"]]
-    for name, most in case.bounds:
-        if name in known:
-            yield name, most, known[name]

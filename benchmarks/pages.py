@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +29,12 @@ def between_marks(page: Path, name: str, text: str) -> None:
     Raises:
         ValueError: the page lacks one of the two marks.
     """
-    before, after = _around(page, name)
-    page.write_text(f"{before}\n{text.strip()}\n{after}", encoding="utf-8")
-
-
-def _around(page: Path, name: str) -> tuple[str, str]:
-    """Return the text of a page up to the first mark and from the second on."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     before, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found and found_end):
         raise ValueError(f"{page} must contain {begin} and {end}.")
-    return before + begin, end + after
-
-
-def with_marks(name: str) -> Callable[[str], Path]:
-    """Return a type for an argument of a command: a page with these marks, which is checked at once."""
-
-    def page(text: str) -> Path:
-        try:
-            _around(Path(text), name)
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        return Path(text)
-
-    return page
+    page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}", encoding="utf-8")
 
 
 def written(data: dict[str, Any]) -> str:

@@ -16,28 +16,16 @@ from typing import Any
 from tightrope.environment import read_environment
 
 from .calls import EVERY
-from .cases import BETTER, SUITES, Case
+from .cases import BETTER, MICROSECONDS, SUITES, Case
 from .contenders import FLOORS
-from .measure import OURS, held, within
+from .measure import OURS
 from .pages import table, written
 
 Document = dict[str, Any]
 
-_MACHINE = (
-    "processor",
-    "cores",
-    "instruction_set",
-    "system",
-    "gpus",
-    "torch",
-    "python",
-    "packages",
-)
+_MACHINE = "processor cores instruction_set system gpus torch python packages".split()
 #: What must be the same for results to be added to a file.
 _SAME = ("processor", "cores", "instruction_set", "gpus", "torch")
-
-# How reasons begin of contenders that could take part and failed.
-_FAILED = "its re", "it fai", "it cra"
 
 #: The contenders in the picture.
 DRAWN = (OURS, "eager", "compiled eager")
@@ -57,18 +45,9 @@ def new(suite: str, command: str, runs: int) -> Document:
 def save(path: Path, document: Document) -> None:
     """Write a document, or add it to a file of the same machine, in which it replaces its suites.
 
-    Of the contenders that did not take part, the file names those that failed; `--list` says why others cannot.
-
     Raises:
         ValueError: the file has results of another machine.
     """
-    results = []
-    for one in document["results"]:
-        absent = one.get("absent", {}).items()
-        failed = {n: why for n, why in absent if n == OURS or why.startswith(_FAILED)}
-        kept = {name: value for name, value in one.items() if name != "absent"}
-        results.append(kept | ({"absent": failed} if failed else {}))
-    document = {**document, "results": results}
     if path.exists():
         old = json.loads(path.read_text("utf-8"))
         if other := [key for key in _SAME if old["machine"][key] != document["machine"][key]]:
@@ -133,13 +112,20 @@ def verdicts(suite: str, results: Iterable[Mapping[str, Any]]) -> Iterator[tuple
     cases = {case.name: case for case in SUITES[suite].cases}
     for result in results:
         case = cases.get(result["case"], Case(""))
-        for name, most, values in held(case, result):
-            verdict = "open" if result.get("cut") else within(values, most)
-            yield verdict, f"{case.name}: {name} {span(values)}, at most {most:.3g}: {verdict}"
+        known = {MICROSECONDS: [result["us"]]} if "us" in result else {}
+        known |= {name: [value] for name, value in result.get("numbers", {}).items()}
+        known |= result.get("ratios", {})
+        for name, most in case.bounds:
+            if name in known:
+                low, high = min(known[name]), max(known[name])
+                verdict = "held" if high <= most else "MISSED" if low > most else "open"
+                verdict = "open" if result.get("cut") else verdict
+                text = f"{case.name}: {name} {span(known[name])}, at most {most:.3g}: {verdict}"
+                yield verdict, text
 
 
 def summary(results: Sequence[Mapping[str, Any]], every: Sequence[tuple[str, str]]) -> str:
-    """Return how many bounds hold, the others one by one, and who did not take part, and why.
+    """Return how many bounds hold, the others one by one, and who failed, and why.
 
     Args:
         every: the verdicts; see :func:`verdicts`.
@@ -147,12 +133,7 @@ def summary(results: Sequence[Mapping[str, Any]], every: Sequence[tuple[str, str
     lines = [sentence for verdict, sentence in every if verdict != "held"]
     if every:
         lines.insert(0, f"{sum(v == 'held' for v, _ in every)} of {len(every)} bounds held")
-    absent: dict[str, str] = {}
-    for result in results:
-        for name, reason in result.get("absent", {}).items():
-            # A failure or a wrong result matters more than a case that does not apply.
-            if name not in FLOORS and (name not in absent or reason.startswith(_FAILED)):
-                absent[name] = reason
+    absent = {n: why for one in results for n, why in one.get("absent", {}).items()}
     there = {name for result in results for name in result.get("ratios", {})}
     lines += [f"not measured: {n}: {why}" for n, why in absent.items() if n not in there]
     lines += [

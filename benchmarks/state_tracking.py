@@ -11,14 +11,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-
-from examples.state_tracking import ONE_BY_ONE, WINDOW
+from examples.state_tracking import KINDS, ONE_BY_ONE, WINDOW
 from tightrope_tools.figures import BLUE, GREEN, INK, MUTED, VERMILION, new_figure, save, styled
 
-COLOURS = {"rope": MUTED, "float32": VERMILION, "exact": BLUE}
-KINDS = {"rope": "positions", "float32": "float32 sums", "exact": "phases.running"}
-# Ways to add up increments: name, colour, line.
+# Ways to rotate: name, colour, line.
 WAYS = {
     "positions": ("positions", MUTED, "-"),
     ONE_BY_ONE: ("float32 sums, token by token", VERMILION, "--"),
@@ -27,50 +23,32 @@ WAYS = {
 }
 
 
-def _training(axes: Axes, kinds: dict[str, Any]) -> None:
-    for kind, found in kinds.items():
-        for i, run in enumerate(found["runs"]):
-            starts = range(0, WINDOW * len(run["losses"]), WINDOW)
-            name = None if i else KINDS[kind]
-            axes.plot(list(starts), run["losses"], color=COLOURS[kind], label=name)
-    axes.set(yscale="log", xlabel="step", ylabel="loss", title="Training, up to 64 tokens")
-    axes.legend(loc="lower left")
-
-
-def _accuracy(axes: Axes, kinds: dict[str, Any]) -> None:
-    for way, (name, colour, style) in WAYS.items():
-        runs = [run["accuracy"] for found in kinds.values() for run in found["runs"]]
-        lines = [run[way] for run in runs if way in run]
-        lengths = list(lines[0])
-        means = [100 * statistics.mean(line[n] for line in lines) for n in lengths]
-        least = [100 * min(line[n] for line in lines) for n in lengths]
-        most = [100 * max(line[n] for line in lines) for n in lengths]
-        at = [int(n) for n in lengths]
-        axes.plot(at, means, style, marker="o", markersize=3, color=colour, label=name)
-        axes.fill_between(at, least, most, color=colour, alpha=0.12, linewidth=0)
-    axes.axvline(64, color=INK, linewidth=0.6, linestyle=":")
-    axes.set(xscale="log", ylim=(0, 105), xlabel="tokens", ylabel="right sums, %")
-    axes.set(title="Accuracy: mean and range")
-
-
-def _sums(axes: Axes, sums: dict[str, dict[str, float]]) -> None:
-    for way, errors in sums.items():
-        name, colour, style = WAYS[way]
-        axes.plot([int(n) for n in errors], list(errors.values()), style, color=colour, label=name)
-    axes.set(xscale="log", yscale="log", ylim=(1e-18, 1e2), xlabel="tokens", ylabel="radians")
-    axes.set(title="Error of a running sum")
-    axes.legend(loc="center left", bbox_to_anchor=(0, 0.33))
-
-
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw training curves, accuracy by length and the errors of sums."""
     with styled():
         figure = new_figure(11, 3.6)
-        axes = figure.subplots(1, 3)
-        kinds = {kind: results[kind] for kind in KINDS}
-        _training(axes[0], kinds)
-        _accuracy(axes[1], kinds)
-        _sums(axes[2], results["sums"])
+        training, accuracy, sums = figure.subplots(1, 3)
+        runs = [(kind, run) for kind in KINDS for run in results[kind]["runs"]]
+        for kind, run in runs:
+            steps = range(0, WINDOW * len(run["losses"]), WINDOW)
+            training.plot(steps, run["losses"], color=WAYS[kind][1])
+        training.set(yscale="log", xlabel="step", ylabel="loss", title="Training, up to 64 tokens")
+        for way, (name, colour, style) in WAYS.items():
+            found = [run["accuracy"][way] for _, run in runs if way in run["accuracy"]]
+            at = [int(n) for n in found[0]]
+            each = [[100 * run[n] for run in found] for n in found[0]]
+            means = [statistics.mean(one) for one in each]
+            accuracy.plot(at, means, style, marker="o", markersize=3, color=colour, label=name)
+            least, most = map(min, each), map(max, each)
+            accuracy.fill_between(at, [*least], [*most], color=colour, alpha=0.12, linewidth=0)
+            errors = results["sums"].get(way, {})
+            sums.plot([int(n) for n in errors], list(errors.values()), style, color=colour)
+        accuracy.axvline(64, color=INK, linewidth=0.6, linestyle=":")
+        accuracy.set(xscale="log", ylim=(0, 105), xlabel="tokens", ylabel="right sums, %")
+        accuracy.set_title("Accuracy: mean and range")
+        sums.set(xscale="log", yscale="log", ylim=(1e-18, 1e2), xlabel="tokens", ylabel="radians")
+        sums.set_title("Error of a running sum")
+        figure.legend(loc="outside lower center", ncols=len(WAYS))
         save(figure, path)
 
 

@@ -34,10 +34,7 @@ NEEDED = {
 }
 # The last release whose aarch64 wheel on PyPI is for CPUs alone: 0.15 GB, later ones 0.45 GB.
 TORCH = "torch==2.10.0"
-# What torch and the tests import. pip cannot resolve the dependencies of torch for another machine.
-PACKAGES = (
-    "filelock fsspec hypothesis jinja2 mpmath networkx numpy pytest safetensors setuptools sympy"
-)
+PACKAGES = "hypothesis mpmath numpy pytest safetensors setuptools".split()
 TESTS = """
     laws/test_numerics repository/test_conformance laws/test_invariance
     unit/functional/test_tables torch_modes/test_autograd unit/ops/test_gradients
@@ -71,14 +68,12 @@ def system(to: Path) -> None:
 def packages(to: Path) -> None:
     """Install torch and what the tests import, for the Python of the emulator."""
     version = (FOLDER / "system" / "usr" / "bin" / "python3").readlink().name.removeprefix("python")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    pip += ["--target", to, "--only-binary=:all:", f"--python-version={version}"]
-    pip += ["--platform=manylinux_2_28_aarch64", "--platform=manylinux2014_aarch64"]
     constraints = FOLDER / "constraints.txt"
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     constraints.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")))
-    execute(*pip, "--no-deps", TORCH)
-    execute(*pip, "--upgrade", "-c", constraints, "typing-extensions", *PACKAGES.split())
+    machine = f"--python-version={version}", "--python-platform=aarch64-manylinux_2_28"
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--only-binary=:all:"]
+    execute(*uv, *machine, "--target", to, "-c", constraints, TORCH, *PACKAGES)
 
 
 def prepare() -> None:

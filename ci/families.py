@@ -6,16 +6,15 @@ or overrules, the lists of layers that it computes. `python -m ci.families --che
 facts of the file that differ from those of the installed classes, and exits with 1 if there are any.
 
 What no class gives is written by hand, and the program keeps it: the facts of modeling code ("code"), additions to
-the facts of a class ("more"), bases that differ between versions ("differs"), and the rows of families that
-transformers does not have. A type of model gets a row when a person writes its "code"; the program prints the
-types that have keys about RoPE but no row. A part of a composite has the row of its own type. A row with "as" is
-another name of the type given there.
+the facts of a class ("more"), a composite's "outer", and the rows of families that transformers does not have. A type
+of model gets a row when a person writes its "code"; the program prints the types that have keys about RoPE but no
+row. A part of a composite has the row of its own type. A row with "as" is another name of the type given there.
 
-The rows of other families have the facts of a class by hand, as far as its programs agree on them; without a
+The rows of other families have the facts of a class by hand, as far as their programs agree on them; without a
 default the configuration must give the key.
 
 `tightrope.config.families.Family` explains each fact; there "class" is `made_by`, and "sections" of a row, not of its
-"code", is `places`. A composite's "outer" is by hand, too.
+"code", is `places`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +65,21 @@ INTERVALS = """sliding_window_pattern layer_group_size no_rope_layer_interval gl
     layer_switch""".split()
 # Keys by which classes count first layers, though they do not keep them.
 DENSE = ("first_k_dense_replace", "n_dense_layers", "num_dense_layers")
-WIDTHS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
 ABOUT_ROPE = "rope rotary theta freq interleave scal base partial".split()
 
 # Values that no class has by default, so that they are found again.
-BASE, FRACTION, FACTOR, WIDTH, LENGTH = 777.0, 0.375, 3.25, 496, 4321
-DEFAULT_SECTION = {"rope_type": "default"}
-LINEAR = {"rope_type": "linear", "factor": FACTOR}
+BASE, FRACTION, WIDTH, LENGTH = 777.0, 0.375, 496, 4321
+LINEAR = {"rope_type": "linear", "factor": 3.25}
 
 
 # --- one class ------------------------------------------------------------------------------------
 
 
-@dataclass
 class Probe:
     """A configuration class that is called with chosen keys."""
 
-    cls: Any
-    default: Keys = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, cls: Any) -> None:
+        self.cls = cls
         self.default = self.made()
         self.default.pop("transformers_version", None)
 
@@ -98,13 +91,18 @@ class Probe:
             return {}
         return json.loads(json.dumps(keys, default=str))  # type: ignore[no-any-return]
 
-    def section(self, **values: Any) -> Keys:
-        """The rope section of such an object."""
-        return self.made(**values).get("rope_parameters") or {}
-
     def first(self, names: Iterable[str]) -> str | None:
         """The first of some keys that the class has."""
         return next((name for name in names if name in self.default), None)
+
+    def moves(self, names: Iterable[str], value: float, **beside: Any) -> dict[str, list[str]]:
+        """Key -> the places in the rope section where the class puts its value."""
+        made = {name: self.made(**{name: value}, **beside) for name in names}
+        found = {
+            name: sorted(places(keys.get("rope_parameters") or {}, value))
+            for name, keys in made.items()
+        }
+        return {name: where for name, where in found.items() if where}
 
 
 def places(section: Mapping[str, Any], wanted: Any, path: str = "") -> Iterator[str]:
@@ -116,222 +114,149 @@ def places(section: Mapping[str, Any], wanted: Any, path: str = "") -> Iterator[
             yield f"{path}{key}"
 
 
-def moves(probe: Probe, names: Iterable[str], value: float, **beside: Any) -> dict[str, list[str]]:
-    """Key -> the places in the rope section where the class puts its value."""
-    found = {
-        name: sorted(places(probe.section(**{name: value}, **beside), value)) for name in names
-    }
-    return {name: where for name, where in found.items() if where}
-
-
-def row_of(cls: Any) -> Row:
-    """The facts that one class gives."""
-    probe = Probe(cls)
-    if not probe.default:
-        raise RuntimeError(f"{cls.__name__} must have a default for each key")
-    rope = rope_of if "rope_parameters" in probe.default else outer_of
-    facts = widths_of(probe) | rope(probe)
+def row_of(probe: Probe, code: Row) -> Row:
+    """The facts that one class gives, if the code reads some keys of its own."""
+    default = probe.default
+    if not default:
+        raise RuntimeError(f"{probe.cls.__name__} must have a default for each key")
+    facts = widths_of(probe, code.get("width", ())) | rope_of(probe)
+    renamed = getattr(probe.cls, "attribute_map", None) or {}
+    plain = {*HIDDEN, *HEADS, *PLAIN}
     facts |= {
-        "class": cls.__name__,
-        "also": also(probe),
+        "class": probe.cls.__name__,
+        "also": {name: own for name, own in renamed.items() if {name, own} & plain},
         "known": known(probe),
         "lists": lists_of(probe),
-        "per_layer": per_layer(probe),
+        "per_layer": per_layer(probe.default),
+        "untyped": untyped(probe),
     }
     return {name: value for name, value in facts.items() if value not in (None, [], {}, False)}
 
 
-# --- widths and other plain keys ------------------------------------------------------------------
+def per_layer(default: Keys) -> dict[str, Keys]:
+    """Layer type -> the widths of its layers, for classes with configurations of single layers."""
+    names = [n for n in ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim") if n in default]
+    single = (default.get("per_layer_config") or {}).items()
+    kinds = default.get("layer_types") or {}
+    return {
+        kinds[int(number)] if kinds else "all": {n: inner.get(n, default[n]) for n in names}
+        for number, inner in single
+    }
 
 
-def widths_of(probe: Probe) -> Row:
-    """The defaults of plain keys, and the keys that the class overrules."""
+def untyped(probe: Probe) -> bool:
+    """Say if the class reads the keys of a section but not its rule by the older key "type"."""
+    made = probe.made(rope_scaling={"type": "linear", "factor": LINEAR["factor"]})
+    section = made.get("rope_parameters") or {}
+    where = [path.rpartition("factor")[0] for path in places(section, LINEAR["factor"])]
+    return bool(where) and not any(f"{at}rope_type" in places(section, "linear") for at in where)
+
+
+def known(probe: Probe) -> list[str]:
+    """The keys of the class that look like keys about RoPE."""
+    rest = probe.default.keys() - {"rope_parameters"}
+    found = {key for key in rest if any(word in key for word in ABOUT_ROPE)}
+    made = probe.made(rotary_dim=16).get("rope_parameters") or {}
+    if made != (probe.default.get("rope_parameters") or {}):  # a part of the number of channels
+        found.add("rotary_dim")
+    return sorted(found)
+
+
+def widths_of(probe: Probe, others: Iterable[str]) -> Row:
+    """The defaults of plain keys, and the keys that the class overrules or computes."""
     default, width = probe.default, [k for k in map(probe.first, (HIDDEN, HEADS)) if k]
     names = [name for name in PLAIN if not isinstance(default.get(name, []), list)]
-    keys = {name: default[name] for name in [*names, *width]} | constants(probe, width)
-    for name in derived(probe, width):
-        del keys[name]
-    ignored = "head_dim" in default and probe.made(head_dim=WIDTH).get("head_dim") not in (
-        WIDTH,
-        None,
-    )
-    if ignored:
+    keys = {name: default[name] for name in [*names, *width]}
+    keys |= {name: default[name] for name in others if isinstance(default.get(name), int)}
+    if len(width) == 2 and isinstance(default[width[0]], int):
+        fields = getattr(probe.cls, "__dataclass_fields__", {})
+        twice = probe.made(**{width[0]: 2 * default[width[0]]})
+        for name in keys.keys() & HEAD_DIM:
+            fixed = getattr(fields.get(name), "default", None)
+            if isinstance(fixed, int):
+                keys[name] = fixed
+            elif twice and twice.get(name) != default[name]:
+                del keys[name]
+    ignored = probe.made(head_dim=WIDTH).get("head_dim") if "head_dim" in default else None
+    if ignored not in (None, WIDTH):
         keys.pop("head_dim", None)
     keys = {name: value for name, value in keys.items() if value is not None}
     beside = [k for k in default if k not in keys and any(n in k for n in ("head_dim", *width))]
     return {
         "width": width,
-        "ignored": ["head_dim"] if ignored else [],
+        "ignored": ["head_dim"] if ignored not in (None, WIDTH) else [],
         "keys": keys,
         "beside": beside,
     }
 
 
-def constants(probe: Probe, width: list[str]) -> Keys:
-    """Widths of a head that are fields of the class with a number as default."""
-    fields = getattr(probe.cls, "__dataclass_fields__", {}) if divided(probe, width) else {}
-    found = {name: fields[name].default for name in HEAD_DIM if name in fields}
-    return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, int) and name in probe.default
-    }
-
-
-def derived(probe: Probe, width: list[str]) -> list[str]:
-    """Widths of a head that the class computes from the hidden size."""
-    if not divided(probe, width):
-        return []
-    twice, fixed = probe.made(**{width[0]: 2 * probe.default[width[0]]}), constants(probe, width)
-    return [
-        name
-        for name in HEAD_DIM
-        if name in probe.default
-        and name not in fixed
-        and (probe.default[name] is None or (twice and twice.get(name) != probe.default[name]))
-    ]
-
-
-def divided(probe: Probe, width: list[str]) -> bool:
-    """Say if the class has a hidden size and a number of heads."""
-    return len(width) == 2 and isinstance(probe.default[width[0]], int)
-
-
-def also(probe: Probe) -> dict[str, str]:
-    """Key of the class -> the other name by which it reads the key."""
-    plain = {*HIDDEN, *HEADS, *PLAIN}
-    renamed = getattr(probe.cls, "attribute_map", None) or {}
-    return {name: own for name, own in renamed.items() if name in plain or own in plain}
-
-
-def known(probe: Probe) -> list[str]:
-    """The keys of the class that look like keys about RoPE."""
-    found = {
-        key
-        for key in probe.default
-        if key != "rope_parameters" and any(word in key for word in ABOUT_ROPE)
-    }
-    if probe.section(rotary_dim=16) != probe.section():  # it makes a part of the number of channels
-        found.add("rotary_dim")
-    return sorted(found)
-
-
-def per_layer(probe: Probe) -> dict[str, Keys]:
-    """Layer type -> the widths of its layers, for classes with configurations of single layers."""
-    default, found = probe.default, dict[str, Keys]()
-    kinds = default.get("layer_types")
-    for number, inner in (default.get("per_layer_config") or {}).items():
-        kind = kinds[int(number)] if kinds else "all"
-        found[kind] = {name: inner.get(name, default[name]) for name in WIDTHS if name in default}
-    return found
-
-
-# --- the rope section -----------------------------------------------------------------------------
-
-
 def rope_of(probe: Probe) -> Row:
-    """The effect of a class with a rope section on it and on the keys beside it."""
-    rope = probe.default["rope_parameters"] or {}
-    nested = any(isinstance(value, dict) for value in rope.values())
-    rope = dict(sorted(rope.items())) if nested else rope  # some classes take them from a set
-    flat = bool(rope) and not nested
-    beside = {"rope_parameters": DEFAULT_SECTION} if flat else {}
-    bases = moves(probe, BASES, BASE) | moves(probe, BASES, BASE, **beside)
-    fractions = moves(probe, FRACTIONS, FRACTION, **beside)
-    read = moves(probe, bases, BASE) | moves(probe, fractions, FRACTION)
-    return {
+    """The rope section of a class, and where keys beside it go."""
+    default = probe.default
+    if "rope_parameters" not in default:
+        outer, partly = ([n for n in names if n in default] for names in (BASES, FRACTIONS))
+        last = {"rope_theta": outer[-1:], "partial_rotary_factor": partly[-1:]}
+        return {
+            "bases": {name: [""] for name in outer},
+            "fractions": {name: [""] for name in partly},
+            "fill": {key: default[name] for key, names in last.items() for name in names},
+        }
+    rope = default["rope_parameters"] or {}
+    facts = {
         "rope": rope,
-        "sections": sections_of(probe, rope) if not nested else inner_sections(probe, rope),
-        "nested": nested,
-        "fill": filled(probe, rope) if nested else taken(probe.section(**beside) or rope),
-        "adds": nested and adds(probe, rope),
-        "untyped": untyped(probe),
-        "spare": spare(probe, rope, bases) if nested else {},
+        "sections": {n: sections_of(probe, n) for n in ("rope_scaling", "rope_parameters")},
+    }
+    if any(isinstance(value, dict) for value in rope.values()):
+        return facts | nested_rope_of(probe, dict(sorted(rope.items())))
+    beside = {"rope_parameters": {"rope_type": "default"}} if rope else {}
+    bases = probe.moves(BASES, BASE) | probe.moves(BASES, BASE, **beside)
+    fractions = probe.moves(FRACTIONS, FRACTION, **beside)
+    read = probe.moves(bases, BASE) | probe.moves(fractions, FRACTION)
+    return facts | {
+        "fill": taken(probe.made(**beside).get("rope_parameters") or rope),
         "bases": bases,
         "fractions": fractions,
-        "lost": [key for key in (*bases, *fractions) if key not in read] if flat else [],
+        "lost": [key for key in (*bases, *fractions) if key not in read] if rope else [],
     }
+
+
+def nested_rope_of(probe: Probe, rope: Keys) -> Row:
+    """The same facts of a class with a section for each type of layers, some of which take them from a set."""
+    made = {
+        kind: probe.made(rope_parameters={kind: LINEAR}).get("rope_parameters") or {}
+        for kind in rope
+    }
+    kept = [kind for kind in rope if (made[kind].get(kind) or {}).get("factor")]
+    bases = probe.moves(BASES, BASE)
+    others = [(kind, other) for kind in rope for other in rope if other != kind]
+    return {
+        "rope": rope,
+        "nested": True,
+        "fill": {kind: more for kind in kept if (more := taken(made[kind][kind]))},
+        "adds": bool(others)
+        and all(made[kind].get(other) == rope[other] for kind, other in others),
+        "bases": bases,
+        "fractions": probe.moves(FRACTIONS, FRACTION),
+        # Bases that count only if sections have none of their own.
+        "spare": probe.moves(
+            {*BASES} - {*bases}, BASE, rope_parameters=dict.fromkeys(rope, LINEAR)
+        ),
+    }
+
+
+def sections_of(probe: Probe, name: str) -> list[str]:
+    """The sections of the object that the class makes of one by this name; "" is the only one."""
+    rules = [
+        LINEAR | {"rope_type": rule, "rope_theta": 1e4} for rule in ("linear", "axial", "default")
+    ]
+    made = next(filter(None, (probe.made(**{name: rule}) for rule in rules)), {})
+    paths = places(made.get("rope_parameters", LINEAR) or {}, LINEAR["factor"])
+    return sorted({path.rpartition(".")[0] for path in paths})
 
 
 def taken(section: Mapping[str, Any]) -> Keys:
     """The keys of a section that no rule owns."""
     return {key: section[key] for key in ("rope_theta", "partial_rotary_factor") if key in section}
-
-
-def filled(probe: Probe, rope: Mapping[str, Any]) -> dict[str, Keys]:
-    """Layer type -> what the class adds to its section if that only names a rule."""
-    found = {}
-    for kind in rope:
-        own = probe.section(rope_parameters={kind: LINEAR}).get(kind)
-        if isinstance(own, dict) and own.get("factor") == FACTOR:
-            found[kind] = taken(own)
-    return {kind: more for kind, more in found.items() if more}
-
-
-def adds(probe: Probe, rope: Mapping[str, Any]) -> bool:
-    """Say if the class adds the default sections of the layer types that a configuration leaves out."""
-    for kind in rope:
-        made = probe.section(rope_parameters={kind: LINEAR})
-        if any(made.get(other) != rope[other] for other in rope if other != kind):
-            return False
-    return len(rope) > 1
-
-
-def untyped(probe: Probe) -> bool:
-    """Say if the class reads the keys of a section but not its rule by the older key "type"."""
-    made = probe.section(rope_scaling={"type": "linear", "factor": FACTOR})
-    where = [path.rpartition("factor")[0] for path in places(made, FACTOR)]
-    return bool(where) and not any(f"{path}rope_type" in places(made, "linear") for path in where)
-
-
-def spare(probe: Probe, rope: Mapping[str, Any], bases: Iterable[str]) -> dict[str, list[str]]:
-    """Key of a base -> the places where the class puts its value only if sections have no base of their own."""
-    return moves(probe, {*BASES} - {*bases}, BASE, rope_parameters=dict.fromkeys(rope, LINEAR))
-
-
-def sections_of(probe: Probe, rope: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Key of a rope section -> the sections of the object that the class makes of it; "" is the only one."""
-    found = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        made = next(
-            (
-                got
-                for kind in ("linear", "axial", "default")
-                if (
-                    got := probe.made(
-                        **{name: {"rope_type": kind, "factor": FACTOR, "rope_theta": 1e4}}
-                    )
-                )
-            ),
-            {"rope_parameters": {"factor": FACTOR}},
-        )
-        paths = places(made.get("rope_parameters") or {}, FACTOR)
-        found[name] = sorted({path.rpartition(".")[0] for path in paths})
-    return found
-
-
-def inner_sections(probe: Probe, rope: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The same for a class with a section for each layer type; only "" if a flat section changes the bases."""
-    made = probe.section(rope_scaling=LINEAR)
-    for kind, section in rope.items():
-        if made and section:
-            base = section.get("rope_theta")
-            if (made.get(kind) or {}).get("rope_theta", base) != base:
-                return {"rope_scaling": [""], "rope_parameters": [""]}
-    return sections_of(probe, rope)
-
-
-def outer_of(probe: Probe) -> Row:
-    """The keys for the base and the part of a class without a rope section."""
-    bases = [name for name in BASES if name in probe.default]
-    fractions = [name for name in FRACTIONS if name in probe.default]
-    fill = [("rope_theta", probe.default[name]) for name in bases[-1:]]
-    fill += [("partial_rotary_factor", probe.default[name]) for name in fractions[-1:]]
-    return {
-        "bases": {name: [""] for name in bases},
-        "fractions": {name: [""] for name in fractions},
-        "fill": dict(fill),
-    }
 
 
 # --- lists of layers ------------------------------------------------------------------------------
@@ -340,66 +265,51 @@ def outer_of(probe: Probe) -> Row:
 def lists_of(probe: Probe) -> dict[str, Row]:
     """Key of a list with an entry for each layer -> the rule by which the class fills it in."""
     count = probe.first(COUNTS)
-    found = {key: listed(probe, key, count) for key in LISTS} if count else {}
+    lists = [key for key in LISTS if isinstance(probe.default.get(key), list)]
+    found = {key: listed(probe, key, count) for key in lists if count and probe.default[key]}
     return {key: rule for key, rule in found.items() if rule}
 
 
 def listed(probe: Probe, key: str, count: str) -> Row | None:
-    """The repeated entries of one list, the last if it is another, and the key of the interval."""
+    """The repeated entries of one list, the last if it is another, and the keys that change the list."""
+    default = probe.default
 
-    def made(**values: Any) -> list[Any]:
-        got = probe.made(**values).get(key)
-        return got if isinstance(got, list) else []
+    def made(number: int = 60, **values: Any) -> list[Any]:
+        got = probe.made(**{count: number}, **values).get(key)
+        return got if isinstance(got, list) and len(got) == number else []
 
-    default = probe.default.get(key)
-    if not isinstance(default, list) or not default:
-        return None
-    long = made(**{count: 60})
-    long = long if len(long) == 60 else default
-    rule = pattern(long)
-    for number in (37, 61):
-        other = made(**{count: number})
-        if rule and len(other) == number:
-            rule = with_last(rule, other)
+    long = made() or default[key]
+    rule = rule_of([long, *filter(None, map(made, (37, 61)))])
     if rule is None:
         return None
-    if "sliding_window" in probe.default and made(sliding_window=None) != default:
-        without = probe.made(sliding_window=None)
-        if without and without.get(key) != default:
-            rule["windows"] = True
-    if len({json.dumps(entry) for entry in long}) == 1 and "last" not in rule:
+    without = probe.made(sliding_window=None) if "sliding_window" in default else {}
+    if without and without.get(key) != default[key]:
+        rule["windows"] = True
+    if all(entry == long[0] for entry in long) and "last" not in rule:
         return rule
     for name in INTERVALS:
-        others = [made(**{count: 60, name: number}) for number in (3, 4)]  # one may be the default
-        if any(other and other != long and pattern(other) for other in others):
+        others = [made(**{name: number}) for number in (3, 4)]  # one may be the default
+        if any(other and other != long and rule_of([other]) for other in others):
             rule["every"] = name
     # Other keys that change the list: with another value than the default, the rule says nothing.
-    numbers = {key: value for key, value in probe.default.items() if type(value) is int}
-    for name, value in {**dict.fromkeys(DENSE), **numbers}.items():
-        other = made(**{count: 60, name: (value or 0) + 2})
-        if name not in (count, rule.get("every")) and len(other) == 60 and other != long:
-            rule.setdefault("only", {})[name] = value
+    numbers = {name: value for name, value in default.items() if type(value) is int}
+    for name in {**dict.fromkeys(DENSE), **numbers}.keys() - {count, rule.get("every")}:
+        other = made(**{name: (numbers.get(name) or 0) + 2})
+        if other and other != long:
+            rule.setdefault("only", {})[name] = numbers.get(name)
     return rule
 
 
-def pattern(entries: list[Any]) -> Row | None:
-    """A list as entries that repeat, from the shortest period; a last entry outside the period is apart."""
-    for last in (False, True):
-        body = entries[:-1] if last else entries
-        for n in range(1, len(body) // 2 + 1):
-            if all(body[i] == body[i % n] for i in range(len(body))):
-                return {"repeat": body[:n]} | ({"last": entries[-1]} if last else {})
+def rule_of(lists: list[list[Any]]) -> Row | None:
+    """The shortest entries whose repetition gives all the lists, perhaps apart from the last entry."""
+    first = lists[0]
+    for last in ([], first[-1:]):
+        for n in range(1, len(first) // 2 + 1):
+            if all(
+                each == ((first[:n] * len(each))[: len(each) - len(last)] + last) for each in lists
+            ):
+                return {"repeat": first[:n]} | ({"last": last[0]} if last else {})
     return None
-
-
-def with_last(rule: Row, entries: list[Any]) -> Row | None:
-    """The rule if it gives a list, perhaps by a last entry that it lacked; None if it does not."""
-    repeat = rule["repeat"]
-    made = [repeat[i % len(repeat)] for i in range(len(entries))]
-    if "last" not in rule and made[:-1] == entries[:-1] and made != entries:
-        rule = rule | {"last": entries[-1]}
-    made[-1] = rule.get("last", made[-1])
-    return rule if made == entries else None
 
 
 # --- all classes ----------------------------------------------------------------------------------
@@ -430,62 +340,6 @@ def classes() -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
     return found, parts
 
 
-def refreshed(old: Row, cls: Any, version: str) -> Row:
-    """A row with the facts of its class, and with what the file has by hand."""
-    facts, default = row_of(cls), Probe(cls).default
-    own = {key: default.get(key) for key in old["code"].get("width", ()) if key not in PLAIN}
-    facts.setdefault("keys", {}).update({k: v for k, v in own.items() if isinstance(v, int)})
-    if "differs" in old:
-        facts["differs"] = old["differs"]
-    now = short(transformers.__version__)
-    before, after = bases_of(old), bases_of(facts)
-    for path in before.keys() & after.keys() if short(version) != now else ():
-        if before[path] != after[path]:
-            earlier = facts.get("differs", {}).get(path, {})
-            facts["differs"] = facts.get("differs", {}) | {
-                path: {short(version): before[path], **earlier, now: after[path]}
-            }
-    return facts
-
-
-def whole_of(found: Mapping[str, Any], name: str, parts: Mapping[str, str]) -> Row:
-    """The effect of a composite on its parts: defaults of its own, and keys of the outer level that go to the text."""
-    whole = Probe(found[name])
-    made = whole.made(max_position_embeddings=LENGTH) if "text_config" in parts else {}
-    flat = (made.get("text_config") or {}).get("max_position_embeddings") == LENGTH
-    facts = {"flat": flat, "defaults": part_defaults(whole, found, parts)}
-    return {fact: value for fact, value in facts.items() if value}
-
-
-def part_defaults(
-    whole: Probe, found: Mapping[str, Any], parts: Mapping[str, str]
-) -> dict[str, Keys]:
-    """Key of a part -> the keys that the class of a composite sets in it, where that makes a difference."""
-    made = {}
-    for part, kind in parts.items():
-        if kind not in found:
-            continue
-        alone = Probe(found[kind])
-
-        def inner(**keys: Any) -> Keys:
-            return whole.made(**{part: {"model_type": kind, **keys}}).get(part) or {}  # noqa: B023  # called here
-
-        own, usual = inner(), alone.default
-        names = [*PLAIN, *HIDDEN, *HEADS, *BASES, *FRACTIONS, "rope_parameters"]
-        other = {key for key in names if key in own and own[key] != usual.get(key)}
-        wider = inner(**{key: 2 * own[key] for key in HIDDEN if isinstance(own.get(key), int)})
-        if other & {*HIDDEN, *HEADS}:  # a width that does not follow the hidden size
-            other |= {key for key in HEAD_DIM if own.get(key) and own[key] == wider.get(key)}
-        # A base beside a section that the class sets is lost.
-        base = next(places(alone.section(rope_theta=BASE), BASE), None)
-        kept = list(places(inner(rope_theta=BASE).get("rope_parameters") or {}, BASE))
-        if base is not None and own and not kept:
-            other.add("rope_parameters")
-        if other:
-            made[part] = {key: own[key] for key in names if key in other}
-    return made
-
-
 def short(version: str) -> str:
     """A version without its last number."""
     return ".".join(version.split(".")[:2])
@@ -494,14 +348,38 @@ def short(version: str) -> str:
 def bases_of(row: Row) -> dict[str, Any]:
     """The path of each base in the default section -> its value."""
     rope = row.get("rope", {})
-    nested = {
-        f"{kind}.rope_theta": section for kind, section in rope.items() if isinstance(section, dict)
-    }
-    every = {
-        path: section.get("rope_theta")
-        for path, section in (nested or {"rope_theta": rope}).items()
-    }
-    return {path: value for path, value in every.items() if value is not None}
+    sections = (
+        {f"{kind}.": section for kind, section in rope.items()} if row.get("nested") else {"": rope}
+    )
+    found = {f"{path}rope_theta": (s or {}).get("rope_theta") for path, s in sections.items()}
+    return {path: value for path, value in found.items() if value is not None}
+
+
+def add_differences(facts: Row, old: Row, before: str, now: str) -> None:
+    """Note the bases that the classes of two versions give otherwise."""
+    earlier, later = bases_of(old), bases_of(facts)
+    for path in earlier.keys() & later.keys():
+        if before != now and earlier[path] != later[path]:
+            known = facts.get("differs", {}).get(path, {})
+            versions = {before: earlier[path], **known, now: later[path]}
+            facts["differs"] = facts.get("differs", {}) | {path: versions}
+
+
+def whole_of(whole: Probe, found: Mapping[str, Any], parts: Mapping[str, str]) -> Row:
+    """The effect of a composite on its parts: keys of the outer level that go to the text, and other defaults."""
+    facts: Row = {}
+    if "text_config" in parts:
+        text = whole.made(max_position_embeddings=LENGTH).get("text_config") or {}
+        if text.get("max_position_embeddings") == LENGTH:
+            facts["flat"] = True
+    for part, kind in parts.items():
+        own = whole.made(**{part: {"model_type": kind}}).get(part) or {}
+        usual = Probe(found[kind]).default if kind in found else own
+        names = [*PLAIN, *HIDDEN, *HEADS, *BASES, *FRACTIONS, "rope_parameters"]
+        other = {key: own[key] for key in names if key in own and own[key] != usual.get(key)}
+        if other:
+            facts.setdefault("defaults", {})[part] = other
+    return facts
 
 
 def refreshed_rows(file: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Row]:
@@ -510,34 +388,30 @@ def refreshed_rows(file: Mapping[str, Any], names: Iterable[str] | None = None) 
     rows: dict[str, Row] = file["families"]
     made = {}
     for name in {*rows, *parts} if names is None else names:
-        row = rows.get(name, {})
+        old = rows.get(name, {})
+        row = dict(old)
         if name in found:
-            facts = {fact: row[fact] for fact in ("outer", "more", "code") if fact in row}
-            if "code" in row and "refused" not in row["code"]:
-                facts |= refreshed(row, found[name], file["transformers"])
-            row = facts | ({"parts": parts[name]} if name in parts else {})
-            row |= whole_of(found, name, row.get("parts", {}))
+            row = {fact: old[fact] for fact in ("outer", "more", "code", "differs") if fact in old}
+            if "code" in old and "refused" not in old["code"]:
+                row |= row_of(Probe(found[name]), old["code"])
+                add_differences(
+                    row, old, short(file["transformers"]), short(transformers.__version__)
+                )
+            row |= {"parts": parts[name]} if name in parts else {}
+            row |= whole_of(Probe(found[name]), found, row.get("parts", {}))
         made[name] = row
     every = {**rows, **made}
-    return {name: with_parts(row, every) for name, row in made.items() if rotates(name, every)}
 
+    def rotates(name: str, above: tuple[str, ...] = ()) -> bool:
+        row, above = every.get(name, {}), (*above, name)
+        inner = {*row.get("parts", {}).values(), *row.get("more", {}).get("parts", {}).values()}
+        return "code" in row or "as" in row or any(rotates(n, above) for n in inner - {*above})
 
-def with_parts(row: Row, rows: Mapping[str, Row]) -> Row:
-    """A row with those of its parts that have a row with facts of code."""
-    parts = {part: kind for part, kind in row.get("parts", {}).items() if rotates(kind, rows)}
-    rest = {fact: value for fact, value in row.items() if fact != "parts"}
-    return rest | ({"parts": parts} if parts else {})
-
-
-def rotates(name: str, rows: Mapping[str, Row], above: tuple[str, ...] = ()) -> bool:
-    """Say if the rows have facts of code for a model type or for one of its parts."""
-    row, above = rows.get(name, {}), (*above, name)
-    inner = row.get("parts", {}) | row.get("more", {}).get("parts", {})
-    return (
-        "code" in row
-        or "as" in row
-        or any(rotates(part, rows, above) for part in inner.values() if part not in above)
-    )
+    # A composite has those of its parts that have facts of code.
+    for row in made.values():
+        inner = {part: kind for part, kind in row.pop("parts", {}).items() if rotates(kind)}
+        row.update({"parts": inner} if inner else {})
+    return {name: row for name, row in made.items() if rotates(name)}
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -562,13 +436,6 @@ def differences(old: Mapping[str, Row], new: Mapping[str, Row]) -> Iterator[str]
                 yield f"{name}: {fact} is {other.get(fact)} but the file has {one.get(fact)}"
 
 
-def without_row(families: Mapping[str, Row]) -> list[str]:
-    """The model types whose classes have keys about RoPE, and that have no row."""
-    found = {name: Probe(cls).default for name, cls in classes()[0].items() if name not in families}
-    about = ("rope_parameters", *BASES)
-    return sorted(name for name, keys in found.items() if any(key in keys for key in about))
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide the warnings of classes about the values that they are called with."""
@@ -587,9 +454,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare only; change nothing")
     check = parser.parse_args().check
     file = json.loads(PATH.read_text("utf-8"))
+    about = {"rope_parameters", *BASES}
     with quiet():
         rows = refreshed_rows(file)
-        unknown = without_row(rows)
+        others = [(name, cls) for name, cls in classes()[0].items() if name not in rows]
+        unknown = sorted(name for name, cls in others if about & Probe(cls).default.keys())
     changed = list(differences(file["families"], rows))
     for line in changed:
         print(line)

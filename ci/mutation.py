@@ -12,8 +12,8 @@ LIST and FOUND have a JSON object per line. In FOUND, `by` is the first test tha
 is "ran", "gone", "not built" or "same code" (the compiler makes the same of it). `run` continues an earlier run.
 
 NEAR names the tests of each folder of the source. Of each test function a few cases are drawn (--cases), and the
-first failure ends a mutant. Tests that also fail on the unchanged source are left out. C++ is compiled for one
-instruction set. `run` works only on Linux: it forks after the imports.
+first failure ends a mutant. Tests that also fail on the unchanged source are left out. C++ is compiled with -O1 and
+tested with AVX2. `run` works only on Linux: it forks after the imports.
 """
 
 import argparse
@@ -21,12 +21,12 @@ import ast
 import collections
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -44,7 +44,6 @@ LEFT_OUT = [
 ]
 # Any other word that is new in a line is a part of one that a rule has cut.
 NEW_WORDS = set("and or not if pass break continue None True False min max".split())
-INSTRUCTION_SET = "avx2"
 SECONDS = 90  # of the processor, for one test; then its process is ended
 # Imported once for all mutants, because tests import them; none of them imports tightrope.
 SHARED = (
@@ -132,12 +131,6 @@ def choose(path, options):
         yield place | {"before": before.rstrip("\n"), "after": after.rstrip("\n")}
 
 
-def place_of(lines, mutant):
-    """Return the index of the line that a mutant changes, or None if it is gone."""
-    places = [n for n, line in enumerate(lines) if line == mutant["before"]]
-    return places[mutant["at"]] if mutant["at"] < len(places) else None
-
-
 # ---- tests ----------------------------------------------------------------------------------------
 
 
@@ -178,27 +171,28 @@ class Drawn:
     pytest_collectreport = pytest_runtest_logreport
 
 
+def run_tests(folder, tree, arguments, plugin):
+    """Run tests on the copy of src/ in a folder, in a process of their own."""
+    os.setpgid(0, 0)
+    os.chdir(tree)
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1), os.dup2(output, 2)
+    sys.path[:0] = [str(folder / "src"), str(tree)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
+    pytest.main([*PYTEST.split(), "-W", WARNINGS, *arguments], plugins=[plugin])
+    print("ended", file=plugin.log, flush=True)
+
+
 def failures(folder, tree, arguments, cases, without=()):
     """Return the tests that fail on the copy of src/ in a folder; of a process that dies, the one that ran."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setpgid(0, 0)
-            os.chdir(tree)
-            output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(output, 1), os.dup2(output, 2)
-            sys.path[:0] = [str(folder / "src"), str(tree)]
-            os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-            os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
-            with (folder / "log").open("w") as log:
-                plugins = [Drawn(cases, without, log)]
-                pytest.main([*PYTEST.split(), "-W", WARNINGS, *arguments], plugins=plugins)
-                print("ended", file=log)
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+    with (folder / "log").open("w") as log:
+        given = folder, tree, arguments, Drawn(cases, without, log)
+        child = multiprocessing.get_context("fork").Process(target=run_tests, args=given)
+        child.start()
+        child.join()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
+        os.killpg(child.pid, signal.SIGKILL)
     notes = [line.partition(" ") for line in (folder / "log").read_text().splitlines()]
     if not notes or notes[-1][0] != "ended":
         return [notes[-1][2] if notes else "tests/conftest.py"]
@@ -208,74 +202,64 @@ def failures(folder, tree, arguments, cases, without=()):
 # ---- runs -----------------------------------------------------------------------------------------
 
 
-def includes(name, tree):
-    """Return the files of csrc/ that a file includes, and itself."""
-    text = (tree / "csrc" / name).read_text(encoding="utf-8")
-    return {name}.union(*(includes(each, tree) for each in re.findall(r'#include "(.*)"', text)))
-
-
-def build(name, folder, kept, tree):
-    """Build the library of a copy of the source in which a file of csrc/ is changed; return the outcome.
-
-    Of the units that include the file, it compiles those for one instruction set. The objects of the unchanged
-    source are kept in another folder.
-    """
-    with mock.patch("setuptools.setup"):
-        setup = runpy.run_path(str(tree / "setup.py"))["build_library"].__globals__
-    units = [p.stem for p in (tree / "csrc").glob("*.cpp") if name in includes(p.name, tree)]
-    loops = f"rotate_{INSTRUCTION_SET}"
-    units = [unit for unit in units if unit == loops or not unit.startswith("rotate_")]
-    different = []
-
-    def produce(stem, _, suffix, command):
-        made, plain = folder / (stem + suffix), kept / (stem + suffix)
-        if suffix == ".o" and stem not in units:
-            return next(setup["OBJECTS"].glob(f"{stem}-*.o"))
-        command = ["-O1" if part == "-O3" else part for part in command]
-        if suffix == ".o" and not plain.exists():
-            unchanged = [part.replace(str(folder), str(tree)) for part in command]
-            subprocess.run([*unchanged, "-o", plain], check=True, capture_output=True)
-        subprocess.run([*command, "-o", made], check=True, capture_output=True)
-        different.append(suffix == ".o" and made.read_bytes() != plain.read_bytes())
-        return made
-
-    setup |= {"CSRC": folder / "csrc", "JOBS": 1, "produce": produce, "say": str}
-    try:
-        shutil.copy2(setup["build_library"](), folder / "src/tightrope" / setup["LIBRARY"])
-    except subprocess.CalledProcessError:
-        return "not built"
-    return "ran" if any(different) else "same code"
-
-
-def run_mutant(mutant, kept, options, sick):
-    """Plant a mutant; return what happened."""
-    tree, name = options.tree, mutant["file"]
-    path = tree / name
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    place = place_of(lines, mutant)
-    if place is None:
-        return {"outcome": "gone", "by": None}
-    arguments = near(name, tree)
-    without = sick(arguments)
+@contextlib.contextmanager
+def copied(tree, kept):
+    """Yield a folder with a copy of the source of a tree, where builds share their objects."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for part in ("src", "csrc"):
             shutil.copytree(tree / part, folder / part)
-        lines[place] = mutant["after"]
+        shutil.copy2(tree / "setup.py", folder)
+        (folder / "build").symlink_to(kept)
+        yield folder
+
+
+def build(folder):
+    """Build the library of a copy of the source; return its bytes, or none if that fails.
+
+    Loops for AVX-512 are compiled once, for the first copy.
+    """
+    with mock.patch("setuptools.setup"):
+        setup = runpy.run_path(str(folder / "setup.py"))["build_library"].__globals__
+    original = setup["produce"]
+
+    def produce(stem, *rest):
+        there = setup["OBJECTS"].glob(f"{stem}-*.o") if stem.startswith("rotate_avx512") else ()
+        return next(iter(there), None) or original(stem, *rest)
+
+    setup["produce"] = produce
+    try:
+        made = setup["build_library"]()
+    except setup["NotBuilt"]:
+        return b""
+    shutil.copy2(made, folder / "src/tightrope" / setup["LIBRARY"])
+    return made.read_bytes()
+
+
+def run_mutant(mutant, kept, options, unchanged):
+    """Plant a mutant; return what happened."""
+    tree, name = options.tree, mutant["file"]
+    lines = (tree / name).read_text("utf-8").splitlines() if (tree / name).exists() else []
+    places = [n for n, line in enumerate(lines) if line == mutant["before"]]
+    if mutant["at"] >= len(places):
+        return {"outcome": "gone", "by": None}
+    arguments, is_cpp = near(name, tree), name.startswith("csrc/")
+    os.environ["TIGHTROPE_CPU_ISA"] = "avx2" if is_cpp else ""
+    library, without = unchanged(arguments, is_cpp)
+    with copied(tree, kept) as folder:
+        lines[places[mutant["at"]]] = mutant["after"]
         (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        is_cpp = name.startswith("csrc/")
-        os.environ["TIGHTROPE_CPU_ISA"] = INSTRUCTION_SET if is_cpp else ""
-        outcome = build(path.name, folder, kept, tree) if is_cpp else "ran"
-        found = []
-        if outcome == "ran":
-            found = failures(folder, tree, [*options.arguments, *arguments], options.cases, without)
-    return {"outcome": outcome, "by": found[0] if found else None}
+        if is_cpp and (made := build(folder)) in (b"", library):
+            return {"outcome": "same code" if made else "not built", "by": None}
+        every = [*options.arguments, *arguments]
+        found = failures(folder, tree, every, options.cases, without)
+        return {"outcome": "ran", "by": found[0] if found else None}
 
 
 def run(options):
     """Run the mutants that have no row yet."""
     # Without this, the compiler could reuse the code of another mutant.
-    os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+    os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TIGHTROPE_CXXFLAGS": "-O1"}
     for name in SHARED.split():
         with contextlib.suppress(ImportError):
             __import__(name)
@@ -283,15 +267,16 @@ def run(options):
     with tempfile.TemporaryDirectory() as kept, options.found.open("a", encoding="utf-8") as out:
 
         @lru_cache
-        def sick(arguments):
-            with tempfile.TemporaryDirectory() as folder:
-                shutil.copytree(options.tree / "src", Path(folder, "src"))
+        def unchanged(arguments, is_cpp):
+            """Return the library of the unchanged source, for C++, and the tests that fail on it."""
+            with copied(options.tree, kept) as folder:
+                library = build(folder) if is_cpp else b""
                 every = [*options.arguments, "--maxfail=1000", *arguments]
-                return frozenset(failures(Path(folder), options.tree, every, options.cases))
+                return library, frozenset(failures(folder, options.tree, every, options.cases))
 
         for key, mutant in read(options.list).items():
             if key not in old:
-                found = run_mutant(mutant, Path(kept), options, sick)
+                found = run_mutant(mutant, kept, options, unchanged)
                 print(json.dumps(mutant | found, ensure_ascii=False), file=out, flush=True)
 
 

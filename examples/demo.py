@@ -313,7 +313,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--seconds and --steps must be positive and finite")
     try:
         return run(options)
-    except (OSError, train_bytes.NoTextError) as error:
+    except OSError as error:
         sys.exit(f"The demo stopped: {error}")
     except KeyboardInterrupt:
         say("Stopped by Ctrl-C.")

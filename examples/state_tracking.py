@@ -6,11 +6,10 @@ Each token is a digit; the model predicts the sum of all digits so far, modulo 5
 position alone cannot represent that: the sum depends on the digits, not on their positions. A layer that rotates by
 running sums of angles from the data can: digit d turns the state by d / 5 of a turn.
 
-Three layers differ in their angles alone: positions ("rope"), running sums in float32 ("float32"), and
-running sums of phase words ("exact"). Each trains on sequences of up to 64 tokens. The program then prints
-their accuracy by length, with the trained weights and each kind of sum; the difference between a prefill
-and decoding token by token; and the errors of the sums. `python -m benchmarks.state_tracking` draws the
-results. Needs numpy besides torch and tightrope.
+Three layers differ in their angles alone: positions, running sums in float32, and running sums of phase words
+("exact"). Each trains on sequences of up to 64 tokens. The program then prints their accuracy by length, with the
+trained weights and each kind of sum; the difference between a prefill and decoding token by token; and the errors of
+the sums. `python -m benchmarks.state_tracking` draws the results. Needs numpy besides torch and tightrope.
 """
 
 from __future__ import annotations
@@ -38,15 +37,11 @@ DIGITS, START = 5, 5  # the token before the first digit
 WIDTH, HEADS, HEAD_DIM = 32, 4, 4
 LONGEST_TRAINED, TOKENS_PER_STEP, PEAK_RATE = 64, 1024, 1e-2
 CHUNK = 2048
-KINDS = ("rope", "float32", "exact")
+KINDS = ("positions", "float32", "exact")
 WINDOW = 20  # training steps whose median loss is stored
 ONE_BY_ONE = "float32, token by token"
-
-# 2π as an integer, in units of 2^-200.
-_UNIT = 200
-_TWO_PI = int(
-    Fraction("6.283185307179586476925286766559005768394338798750211641949889184615632812572418")
-    * 2**_UNIT
+TWO_PI = Fraction(
+    "6.283185307179586476925286766559005768394338798750211641949889184615632812572418"
 )
 
 
@@ -66,107 +61,73 @@ def rounded(x: Tensor) -> Tensor:
     return (fixed / unit).round() * unit + (wide - fixed)
 
 
-class RunningPhases(nn.Module):
-    """Running sums of increments W x / |x|, one for each token, head and pair, as in Selective RoPE."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(HEADS * HEAD_DIM // 2, WIDTH))
-
-    def increments(self, x: Tensor) -> Tensor:
-        """Return increments in radians `(batch, heads, tokens, pairs)`, for x `(batch, tokens, channels)`."""
-        seen = rounded(x)
-        size = (seen.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-        each = (seen @ rounded(self.weight).mT / size).float()
-        return each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Phases, Any]:
-        """Return the phases of the tokens, and the state after the last one, from which the next call continues."""
-        made = phases.running(self.increments(x), state)
-        return made, made.state
+def exact(increments: Tensor, state: Any) -> tuple[Phases, Any]:
+    """Sum increments `(batch, heads, tokens, pairs)` as phase words, after an earlier call's state."""
+    made = phases.running(increments, state)
+    return made, made.state
 
 
-class NoPhases(RunningPhases):
-    """Phases of zero, for rotation by position alone."""
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Phases, Any]:
-        """See :class:`RunningPhases`."""
-        made = phases.running(torch.zeros(1, 1, x.shape[1], 1), state)
-        return made, made.state
+def float32(increments: Tensor, last: Tensor | None) -> tuple[Phases, Tensor]:
+    """Sum in float32, as public code does, which torch adds in float64 within a call on the CPU."""
+    sums = increments.cumsum(2) if last is None else last + increments.cumsum(2)
+    return phases.given(sums), sums[:, :, -1:]
 
 
-class FloatSums(RunningPhases):
-    """Running sums in float32, as public code computes them; the state is the last sum.
+def one_by_one(increments: Tensor, last: Tensor | None) -> tuple[Phases, Tensor]:
+    """Sum in float32, in the order and with the roundings of decoding token by token."""
+    last = torch.zeros_like(increments[:, :, :1]) if last is None else last
+    sums = torch.from_numpy(numpy.cumsum(torch.cat((last, increments), 2).numpy(), 2))[:, :, 1:]
+    return phases.given(sums), sums[:, :, -1:]
 
-    Attributes:
-        one_by_one: whether a call adds the increments in the order and with the roundings of decoding
-            token by token. If not, torch adds them, on the CPU in float64 within a call.
-    """
 
-    one_by_one = False
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Phases, Any]:
-        """See :class:`RunningPhases`."""
-        increments = self.increments(x)
-        before = torch.zeros_like(increments[:, :, :1]) if state is None else state[:, :, None]
-        if self.one_by_one:
-            each = torch.cat((before, increments), 2).numpy()
-            sums = torch.from_numpy(numpy.cumsum(each, 2))[:, :, 1:]
-        else:
-            sums = before + increments.cumsum(2)
-        return phases.given(sums), sums[:, :, -1]
+# Ways to add up increments; the state of those in float32 is the last sum.
+SUMS = {"float32": float32, ONE_BY_ONE: one_by_one, "exact": exact}
 
 
 class State(NamedTuple):
-    """The tokens so far, as a layer keeps them: the state of its phases, and of its scan."""
+    """The tokens so far: the state of their sum, and of the scan."""
 
     phases: Any
     memory: PolarState
 
 
-class Attention(nn.Module):
-    """Causal attention without softmax, whose queries and keys rotate by phases."""
-
-    def __init__(self, rotary: RunningPhases, spec: RopeSpec) -> None:
-        super().__init__()
-        self.rotary, self.spec = rotary, spec
-        inside = HEADS * HEAD_DIM
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(WIDTH, inside, bias=False) for _ in range(3)
-        )
-        self.out = nn.Linear(inside, WIDTH, bias=False)
-
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Attend over the tokens of x `(batch, tokens, channels)` and those before; return the new state too."""
-        before, memory = (None, None) if state is None else state
-        turns, after = self.rotary(x, before)
-        q, k, v = (
-            each(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
-            for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        form = "step" if x.shape[1] == 1 else "chunked"
-        q = q * HEAD_DIM**-0.5
-        rope = self.spec.at(0 if memory is None else memory.tokens, phases=turns)
-        y, memory = polar_scan(q, k, v, rope, state=memory, form=form)
-        return self.out(y.transpose(1, 2).flatten(2)), State(after, memory)
-
-
 class Tracker(nn.Module):
-    """An embedding, one layer of attention without softmax, and a linear readout."""
+    """An embedding, one layer of causal attention without softmax, and a linear readout.
 
-    def __init__(self, kind: str) -> None:
+    Attributes:
+        way: how queries and keys rotate: by "positions", or by a way of `SUMS`.
+    """
+
+    def __init__(self, way: str) -> None:
         super().__init__()
-        rotary = {"rope": NoPhases, "float32": FloatSums, "exact": RunningPhases}[kind]()
-        # With phases, positions add nothing to the angles.
-        spec = RopeSpec(HEAD_DIM, scaling=None if kind == "rope" else Proportional(0.0))
+        self.way, inside = way, HEADS * HEAD_DIM
+        self.turns = nn.Parameter(torch.randn(inside // 2, WIDTH))
         self.embed = nn.Embedding(DIGITS + 1, WIDTH)
-        self.attention = Attention(rotary, spec)
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, inside, bias=False) for _ in range(3))
+        self.out = nn.Linear(inside, WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, DIGITS)
+
+    def increments(self, x: Tensor) -> Tensor:
+        """Return increments W x / |x| in radians, for each token, head and pair, as in Selective RoPE."""
+        seen = rounded(x)
+        size = (seen.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        each = (seen @ rounded(self.turns).mT / size).float()
+        return each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Return scores `(batch, tokens, 5)` of each sum, for tokens `(batch, tokens)`, and the state."""
-        x, state = self.attention(self.embed(tokens), state)
-        return self.head(x), state
+        x = self.embed(tokens)
+        before, memory = (None, None) if state is None else state
+        start, after = 0 if memory is None else memory.tokens, None
+        rope = RopeSpec(HEAD_DIM).at(start)
+        if self.way in SUMS:
+            made, after = SUMS[self.way](self.increments(x), before)
+            # Positions add nothing to the angles.
+            rope = RopeSpec(HEAD_DIM, scaling=Proportional(0.0)).at(start, phases=made)
+        q, k, v = (each(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in self.qkv)
+        form = "step" if x.shape[1] == 1 else "chunked"
+        y, memory = polar_scan(q * HEAD_DIM**-0.5, k, v, rope, state=memory, form=form)
+        return self.head(self.out(y.transpose(1, 2).flatten(2))), State(after, memory)
 
 
 def sequences(count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -215,27 +176,27 @@ def decode(model: Tracker, tokens: Tensor, chunk: int) -> tuple[Tensor, State]:
     return torch.cat(scores, 1), state
 
 
-def accuracy(model: Tracker, lengths: list[int], seed: int) -> dict[int, float]:
+def accuracy(model: Tracker, way: str, lengths: list[int], seed: int) -> dict[int, float]:
     """Return the fraction of right sums in the eighth of the sequences that ends at each length."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    tokens, sums = sequences(2, max(lengths), generator)
+    model.way = way
+    tokens, sums = sequences(2, max(lengths), torch.Generator().manual_seed(1000 + seed))
     right = (decode(model, tokens, CHUNK)[0].argmax(-1) == sums)[:, 1:].double()
     return {n: right[:, n - n // 8 : n].mean().item() for n in lengths}
 
 
-@torch.no_grad()
-def drift(model: Tracker, length: int) -> dict[str, float]:
+def drift(model: Tracker, kind: str, length: int) -> dict[str, float]:
     """Return the difference between one prefill and decoding token by token, at any token.
 
     The phases are compared after the last token, in turns.
     """
+    model.way = kind
     tokens, _ = sequences(2, length, torch.Generator().manual_seed(0))
     (whole, first), (parts, second) = (decode(model, tokens, n) for n in (length + 1, 1))
     one, other = first.phases, second.phases
-    if isinstance(one, Tensor):  # sums in float32, in radians
-        turns = (one - other).abs() / (2 * math.pi)
-    else:
+    if kind == "exact":
         turns = (one.words - other.words).abs() * 2.0**-64
+    else:
+        turns = (one - other).abs() / (2 * math.pi)
     return {"turns": turns.max().item(), "scores": (whole - parts).abs().max().item()}
 
 
@@ -243,47 +204,28 @@ def drift(model: Tracker, length: int) -> dict[str, float]:
 def sum_errors(model: Tracker, longest: int) -> dict[str, dict[int, float]]:
     """Return errors of running sums in radians, by number of tokens, for a head and pair that learned.
 
-    The increments are those of the model; their exact sums are integers of any size.
+    The increments are those of the model; their right sums are integers of any size.
     """
     x = model.embed(torch.arange(DIGITS))[None]
-    every = model.attention.rotary.increments(x)[0].transpose(1, 2).flatten(0, 1)
+    every = model.increments(x)[0].transpose(1, 2).flatten(0, 1)
     turns = every.double() * DIGITS / (2 * math.pi)
     # The pair whose increments are closest to multiples of a fifth of a turn, other than 0.
     off = (turns - turns.round()).abs().amax(1) + (turns.abs().amax(1) < 0.5)
     own = every[off.argmin()]
     digits = torch.randint(0, DIGITS, (longest,), generator=torch.Generator().manual_seed(0))
-    steps = own[digits].numpy()
-    each = [int(value * 2**60) for value in own.double().tolist()]  # exact: 60 bits below 1
-    exact = numpy.cumsum(numpy.array(each, dtype=object)[digits.numpy()])
-    words = phases.running(torch.from_numpy(steps)[None, None, :, None]).words(True).flatten()
-    one_by_one, in_chunks = numpy.cumsum(steps), [torch.zeros(1)]
-    for chunk in torch.from_numpy(steps).split(CHUNK):
-        in_chunks.append(in_chunks[-1][-1] + chunk.cumsum(0))
-    chunked = torch.cat(in_chunks[1:])
-    found: dict[str, dict[int, float]] = {ONE_BY_ONE: {}, "float32": {}, "exact": {}}
+    whole = numpy.array([int(value * 2**60) for value in own.double().tolist()], dtype=object)
+    right = numpy.cumsum(whole[digits.numpy()])  # exact: an increment has 60 bits below 1
+    found: dict[str, dict[int, float]] = {name: {} for name in SUMS}
     for n in (2**i for i in range(6, longest.bit_length())):
-        angle = exact[n - 1] << (_UNIT - 60)
-        for name, value in ((ONE_BY_ONE, one_by_one[n - 1]), ("float32", chunked[n - 1])):
-            error = int(Fraction(float(value)) * 2**_UNIT) - angle
-            found[name][n] = abs(error) / 2**_UNIT
-        error = (int(words[n - 1]) * _TWO_PI >> 64) - angle
-        error = (error + _TWO_PI // 2) % _TWO_PI - _TWO_PI // 2
-        found["exact"][n] = abs(error) / 2**_UNIT
+        for name, way in SUMS.items():
+            state = None
+            for part in own[digits[:n]].split(CHUNK):
+                _, state = way(part[None, None, :, None], state)
+            is_words = name == "exact"
+            last = Fraction((state.words if is_words else state).item())
+            error = (last * TWO_PI / 2**64 if is_words else last) - Fraction(right[n - 1], 2**60)
+            found[name][n] = abs(float(error - round(error / TWO_PI) * TWO_PI))
     return found
-
-
-def ways_of(model: Tracker) -> dict[str, Tracker]:
-    """Return the model with every way to add up its increments; a model of positions has one."""
-    if isinstance(model.attention.rotary, NoPhases):
-        return {"positions": model}
-    ways = {}
-    for name, kind in (("float32", "float32"), (ONE_BY_ONE, "float32"), ("exact", "exact")):
-        ways[name] = Tracker(kind)
-        ways[name].load_state_dict(model.state_dict())
-        rotary = ways[name].attention.rotary
-        if isinstance(rotary, FloatSums):
-            rotary.one_by_one = name == ONE_BY_ONE
-    return ways
 
 
 def run(seeds: int, steps: int, longest: int) -> dict[str, Any]:
@@ -297,15 +239,18 @@ def run(seeds: int, steps: int, longest: int) -> dict[str, Any]:
             model, losses = train(kind, seed, steps)
             took = time.perf_counter() - start
             print(f"trained with {kind}, seed {seed}: loss {losses[-1]:.0e} ({took:.0f} s)")
-            right = {name: accuracy(one, lengths, seed) for name, one in ways_of(model).items()}
-            for name, each in right.items():
+            ways = SUMS if kind in SUMS else [kind]
+            right = {way: accuracy(model, way, lengths, seed) for way in ways}
+            for way, each in right.items():
                 shown = "  ".join(f"{n}: {100 * value:.1f}%" for n, value in each.items())
-                print(f"    {name:24} {shown}", flush=True)
+                print(f"    {way:24} {shown}", flush=True)
             windows = [losses[at : at + WINDOW] for at in range(0, steps, WINDOW)]
             medians = [float(f"{statistics.median(each):.3g}") for each in windows]
             runs.append({"losses": medians, "accuracy": right})
-        kinds[kind] = {"runs": runs, "drift": drift(model, min(longest, 4096))}
-        print(f"prefill against token by token, {kind}: {kinds[kind]['drift']}")
+        kinds[kind] = {"runs": runs}
+        if kind in SUMS:
+            kinds[kind]["drift"] = drift(model, kind, min(longest, 4096))
+            print(f"prefill against token by token, {kind}: {kinds[kind]['drift']}")
     sums = sum_errors(model, min(32 * longest, 2**20))
     for name, errors in sums.items():
         n = max(errors)

@@ -11,14 +11,13 @@ and with others, to compare them.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import random
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,8 @@ from tightrope.nn import KVCache
 VOCABULARY = 256
 BASE = 10000.0
 PEAK_RATE = 1e-3
+TEMPERATURE = 0.6  # of the text that it writes
+WARM_UP = 0.08  # the fraction of training in which the rate rises
 
 
 @dataclass(frozen=True)
@@ -144,25 +145,17 @@ class ByteTransformer(nn.Module):
 # --- the text ---------------------------------------------------------------------------------------
 
 _MOST_BYTES, _LEAST_BYTES = 4_000_000, 20_000
-_EVERY_NTH_IS_VALIDATION = 10
 # Skip installed packages, parts that not every machine has, and encodings, which are tables of numbers.
 _SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 )
 
 
-class NoTextError(Exception):
-    """The folder to read holds too few Python files."""
-
-
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """Bytes to train on and, from other files, bytes to validate on (both uint8)."""
 
     train: Tensor
     validation: Tensor
-    files: int
-    sha256: str
 
 
 def load_text(folder: Path | None = None) -> Text:
@@ -172,37 +165,26 @@ def load_text(folder: Path | None = None) -> Text:
         folder: the folder to read; by default the standard library.
 
     Raises:
-        NoTextError: the folder holds too few Python files.
+        FileNotFoundError: the folder holds too few Python files.
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    train, validation = bytearray(), bytearray()
-    files = 0
-    for files, text in enumerate(_read(folder), start=1):
-        (train if files % _EVERY_NTH_IS_VALIDATION else validation).extend(text)
-        if len(train) + len(validation) >= _MOST_BYTES:
-            break
-    if min(len(train), len(validation)) < _LEAST_BYTES:
-        raise NoTextError(
-            "The model trains on the sources of Python's standard library, and "
-            f"{folder} holds too few .py files."
-        )
-    return Text(
-        train=torch.frombuffer(train, dtype=torch.uint8),
-        validation=torch.frombuffer(validation, dtype=torch.uint8),
-        files=files,
-        sha256=hashlib.sha256(train + validation).hexdigest(),
-    )
-
-
-def _read(folder: Path) -> Iterator[bytes]:
     paths = sorted(
         path
         for path in folder.rglob("*.py")
         if _SKIPPED.isdisjoint(path.relative_to(folder).parts) and path.is_file()
     )
     random.Random(0).shuffle(paths)
-    for path in paths:
-        yield path.read_bytes()
+    train, validation = bytearray(), bytearray()
+    for number, path in enumerate(paths, start=1):
+        (train if number % 10 else validation).extend(path.read_bytes())
+        if len(train) + len(validation) >= _MOST_BYTES:
+            break
+    if min(len(train), len(validation)) < _LEAST_BYTES:
+        raise FileNotFoundError(
+            "The model trains on the sources of Python's standard library, and "
+            f"{folder} holds too few .py files."
+        )
+    return Text(*(torch.frombuffer(part, dtype=torch.uint8) for part in (train, validation)))
 
 
 def random_windows(
@@ -210,16 +192,12 @@ def random_windows(
 ) -> Tensor:
     """Return windows of `length` bytes at random places: `(count, length)`."""
     starts = torch.randint(0, text.numel() - length + 1, (count,), generator=generator)
-    return _windows(text, starts, length)
+    return text[starts[:, None] + torch.arange(length)].long()
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
     """Return windows of `length` bytes at evenly spaced places: `(count, length)`."""
     starts = torch.linspace(0, text.numel() - length, count, dtype=torch.float64).long()
-    return _windows(text, starts, length)
-
-
-def _windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
     return text[starts[:, None] + torch.arange(length)].long()
 
 
@@ -227,13 +205,12 @@ def _windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 class Trainer:
-    """A model and its optimizer, with the loss and duration of each step so far."""
+    """A model and its optimizer, with the loss of each step so far."""
 
     def __init__(self, model: ByteTransformer) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         self.losses: list[float] = []
-        self.seconds: list[float] = []
 
     def step(self, windows: Tensor, rate: float) -> float:
         """Take one optimizer step and return the loss before it.
@@ -244,29 +221,24 @@ class Trainer:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        start = time.perf_counter()
         loss = self.model.losses(windows).mean()
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.losses.append(loss.item())
-        self.seconds.append(time.perf_counter() - start)
         return self.losses[-1]
 
 
-def schedule(done: float, warm_up: float = 0.08, last: float = 0.05) -> float:
-    """Return the learning rate as a fraction of its peak: linear warm-up, then cosine decay.
+def schedule(done: float) -> float:
+    """Return the learning rate as a fraction of its peak: linear warm-up, then cosine decay to 5%.
 
     Args:
         done: fraction of training that is done, from 0 to 1.
-        warm_up: fraction of training in which the rate rises.
-        last: fraction of the peak at the end.
     """
-    if done < warm_up:
-        return 0.02 + 0.98 * done / warm_up
-    phase = math.pi * (done - warm_up) / (1.0 - warm_up)
-    return last + (1.0 - last) * 0.5 * (1.0 + math.cos(phase))
+    if done < WARM_UP:
+        return 0.02 + 0.98 * done / WARM_UP
+    return 0.05 + 0.475 * (1.0 + math.cos(math.pi * (done - WARM_UP) / (1.0 - WARM_UP)))
 
 
 @torch.no_grad()
@@ -278,13 +250,7 @@ def validate(model: ByteTransformer, text: Tensor, batches: int = 6) -> float:
 
 
 @torch.no_grad()
-def write(
-    model: ByteTransformer,
-    prompt: str,
-    count: int,
-    temperature: float = 0.6,
-    generator: torch.Generator | None = None,
-) -> Iterator[tuple[int, Tensor]]:
+def write(model: ByteTransformer, prompt: str, count: int) -> Iterator[tuple[int, Tensor]]:
     """Continue a prompt, one byte at a time, with a cache of rotated keys.
 
     Yields:
@@ -295,8 +261,7 @@ def write(
     for _ in range(count):
         logits = model(torch.tensor([tokens]), offset, caches)[0, -1]
         offset += len(tokens)
-        shares = torch.softmax(logits / temperature, dim=-1)
-        tokens = [int(torch.multinomial(shares, 1, generator=generator))]
+        tokens = [int(torch.multinomial(torch.softmax(logits / TEMPERATURE, dim=-1), 1))]
         yield tokens[0], logits
 
 

@@ -45,12 +45,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def distinct(suite: str) -> set[Case]:
     """The cases of a suite on small sizes, one for each kind of call; without counts of GPU kernels."""
-    plain: dict[str, Any] = {"name": suite, "bounds": (), "cold": False, "rounds": 0, "shape": None}
+    plain: dict[str, Any] = {"name": suite, "bounds": (), "cold": False, "rounds": 0}
     cases = [case for case in SUITES[suite].cases if case.kind != "kernels"]
     return {replace(tiny(case, 9), **plain) for case in cases}
 
 
-@pytest.mark.parametrize("suite", sorted(SUITES.keys() - {"streams", "blocks", "gpu-shapes"}))
+@pytest.mark.parametrize("suite", sorted(SUITES.keys() - {"streams", "blocks"}))
 def test_every_contender_of_a_suite_is_right(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours takes part in every case, and nothing of another is wrong; each call can be repeated."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -58,7 +58,7 @@ def test_every_contender_of_a_suite_is_right(suite: str, monkeypatch: pytest.Mon
         with torch.set_grad_enabled(case.work == "training"), settings(case):
             built = build(case, re.compile(""))
             assert case.work == "backward" or OURS in built.calls, built.absent
-            wrong = [why for why in built.absent.values() if re.search("off by|it failed", why)]
+            wrong = [why for why in built.absent.values() if "No module named" not in why]
             assert not wrong, case
             for name, call in built.calls.items():
                 built.renew.get(name, lambda: None)()
