@@ -179,59 +179,42 @@ using Wide = Register<kWidest>;
 using V = Wide::Floats;
 
 #if defined(__AVX512BF16__)
-// The order of 16-bit lanes that turns a conversion of two registers, one half after the other, into
-// twins; and the same for registers whose lanes an earlier conversion left in halves (see `round`).
+// The order of 16-bit lanes that turns a conversion of two registers, one half after the other, into twins.
 template <int lanes>
 struct Order {
-  constexpr Order() : direct(), rounded() {
-    for (int k = 0; k < lanes; ++k) {
-      direct[2 * k] = uint16_t(k), direct[2 * k + 1] = uint16_t(lanes + k);
-      const int from = k % 2 * lanes + k / 2;
-      rounded[2 * k] = uint16_t(from), rounded[2 * k + 1] = uint16_t(from + lanes / 2);
-    }
+  constexpr Order() : from() {
+    for (int k = 0; k < lanes; ++k) from[2 * k] = uint16_t(k), from[2 * k + 1] = uint16_t(lanes + k);
   }
-  alignas(64) uint16_t direct[2 * lanes];
-  alignas(64) uint16_t rounded[2 * lanes];
+  alignas(64) uint16_t from[2 * lanes];
 };
 template <int lanes>
 inline constexpr Order<lanes> kOrder;
 
-// The processor's conversion to bfloat16. It takes subnormal numbers for zeros, so `exact` becomes false
-// if a result is zero; the caller then rotates without it.
-template <int lanes>
-struct Convert;
-
-#define TIGHTROPE_CONVERT(lanes, f, i, p, si)                                                   \
-  template <>                                                                                   \
-  struct Convert<lanes> {                                                                       \
-    using R = Register<lanes>;                                                                  \
-    using Words = R::Words;                                                                     \
-    bool exact = true;                                                                          \
-    TIGHTROPE_INLINE Words halves(f first, f second) {                                          \
-      const i both = (i)p##_cvtne2ps_pbh(second, first);                                        \
-      exact &= p##_testn_epi16_mask(both, p##_set1_epi16(0x7FFF)) == 0;                         \
-      return (Words)both;                                                                       \
-    }                                                                                           \
-    TIGHTROPE_INLINE Words sorted(const uint16_t* order, Words x) {                             \
-      return (Words)p##_permutexvar_epi16((i)R::read((const Twin*)order), (i)x);                \
-    }                                                                                           \
-    TIGHTROPE_INLINE Words twin(f even, f odd) {                                                \
-      return sorted(kOrder<lanes>.direct, halves(even, odd));                                   \
-    }                                                                                           \
-    /* The twins of x + y, or x - y, after each of the four is rounded. */                      \
-    template <bool minus>                                                                       \
-    TIGHTROPE_INLINE Words sum(f x0, f x1, f y0, f y1) {                                        \
-      const Words x = halves(x0, x1), y = halves(y0, y1);                                       \
-      const f first = minus ? R::even(x) - R::even(y) : R::even(x) + R::even(y);                \
-      const f second = minus ? R::odd(x) - R::odd(y) : R::odd(x) + R::odd(y);                   \
-      return sorted(kOrder<lanes>.rounded, halves(first, second));                              \
-    }                                                                                           \
-  };
-TIGHTROPE_CONVERT(16, __m512, __m512i, _mm512, si512)
-TIGHTROPE_CONVERT(8, __m256, __m256i, _mm256, si256)
-TIGHTROPE_CONVERT(4, __m128, __m128i, _mm, si128)
-#undef TIGHTROPE_CONVERT
+// R::twin by the processor's conversion to bfloat16. It takes subnormal numbers for zeros, so `exact` becomes false if
+// a result is zero.
+#define TIGHTROPE_CONVERTED(lanes, f, i, p)                                                       \
+  TIGHTROPE_INLINE Register<lanes>::Words converted(f even, f odd, bool* exact) {                 \
+    const i both = (i)p##_cvtne2ps_pbh(odd, even);                                                \
+    *exact = p##_testn_epi16_mask(both, p##_set1_epi16(0x7FFF)) == 0;                            \
+    const auto order = (i)Register<lanes>::read((const Twin*)kOrder<lanes>.from);                 \
+    return (Register<lanes>::Words)p##_permutexvar_epi16(order, both);                            \
+  }
+TIGHTROPE_CONVERTED(16, __m512, __m512i, _mm512)
+TIGHTROPE_CONVERTED(8, __m256, __m256i, _mm256)
+TIGHTROPE_CONVERTED(4, __m128, __m128i, _mm)
+#undef TIGHTROPE_CONVERTED
 #endif
+
+// Stores the twins of (even, odd).
+template <class R, bool streams>
+TIGHTROPE_INLINE void write_twins(uint16_t* at, typename R::Floats even, typename R::Floats odd) {
+#if defined(__AVX512BF16__)
+  bool exact;
+  const auto to = converted(even, odd, &exact);
+  if (__builtin_expect(exact, 1)) return R::template write<streams>((Twin*)at, to);
+#endif
+  R::template write<streams>((Twin*)at, R::twin(even, odd));
+}
 
 // Pairs that go through registers together, with their cosines and sines: those of the first channels
 // (c, s) and of the second (c2, s2). The format is Float or Half in the general case.
@@ -307,7 +290,7 @@ struct Factor {
 // Rotates pairs (a, b) by such products.
 template <class A, int lanes>
 struct Factors {
-#if defined(__aarch64__) || defined(__AVX512BF16__)
+#if defined(__aarch64__)
   static constexpr bool kUsed = false;
 #else
   static constexpr bool kUsed = A::each;
@@ -373,30 +356,15 @@ struct Block<A, BFloat16, false, lanes> {
   TIGHTROPE_INLINE void turn(const uint16_t* u, const uint16_t* v, uint16_t* y, uint16_t* z) const {
     const auto a = R::read((const Twin*)u), b = R::read((const Twin*)v);
     const auto a0 = R::even(a), b0 = R::even(b), a1 = R::odd(a), b1 = R::odd(b);
-#if defined(__AVX512BF16__)
-    Convert<lanes> convert;
-    typename R::Words to_u, to_v;
-    if constexpr (A::each) {
-      to_u = convert.template sum<true>(a0 * even.c, a1 * odd.c, b0 * even.s, b1 * odd.s);
-      to_v = convert.template sum<false>(b0 * even.c2, b1 * odd.c2, a0 * even.s2, a1 * odd.s2);
-    } else {
-      to_u = convert.twin(A::u(a0, b0, even.c, even.s), A::u(a1, b1, odd.c, odd.s));
-      to_v = convert.twin(A::v(a0, b0, even.c2, even.s2), A::v(a1, b1, odd.c2, odd.s2));
-    }
-    if (__builtin_expect(convert.exact, 1)) {
-      R::template write<streams>((Twin*)y, to_u), R::template write<streams>((Twin*)z, to_v);
-      return;
-    }
-#endif
     if constexpr (kFactors) {
       if (__builtin_expect(has_factors && R::are_moderate(a, b), 1)) {
-        R::template write<streams>((Twin*)y, R::twin(even_factors.u(a0, b0), odd_factors.u(a1, b1)));
-        R::template write<streams>((Twin*)z, R::twin(even_factors.v(a0, b0), odd_factors.v(a1, b1)));
-        return;
+        const auto &f = even_factors, &g = odd_factors;
+        write_twins<R, streams>(y, f.u(a0, b0), g.u(a1, b1));
+        return write_twins<R, streams>(z, f.v(a0, b0), g.v(a1, b1));
       }
     }
-    R::template write<streams>((Twin*)y, R::twin(A::u(a0, b0, even.c, even.s), A::u(a1, b1, odd.c, odd.s)));
-    R::template write<streams>((Twin*)z, R::twin(A::v(a0, b0, even.c2, even.s2), A::v(a1, b1, odd.c2, odd.s2)));
+    write_twins<R, streams>(y, A::u(a0, b0, even.c, even.s), A::u(a1, b1, odd.c, odd.s));
+    write_twins<R, streams>(z, A::v(a0, b0, even.c2, even.s2), A::v(a1, b1, odd.c2, odd.s2));
   }
 
   Block<A, Float, false, lanes> even, odd;
@@ -420,25 +388,12 @@ struct Block<A, BFloat16, true, lanes> {
   TIGHTROPE_INLINE void turn(const uint16_t* x, const uint16_t*, uint16_t* y, uint16_t*) const {
     const auto pairs = R::read((const Twin*)x);
     const auto a = R::even(pairs), b = R::odd(pairs);
-#if defined(__AVX512BF16__)
-    Convert<lanes> convert;
-    typename R::Words to;
-    if constexpr (A::each) {
-      to = convert.template sum<false>(a * all.c, b * all.c2, -b * all.s, a * all.s2);
-    } else {
-      to = convert.twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2));
-    }
-    if (__builtin_expect(convert.exact, 1)) {
-      R::template write<streams>((Twin*)y, to);
-      return;
-    }
-#endif
     if constexpr (kFactors) {
       if (__builtin_expect(has_factors && R::are_moderate(pairs, pairs), 1)) {
-        return R::template write<streams>((Twin*)y, R::twin(factors.u(a, b), factors.v(a, b)));
+        return write_twins<R, streams>(y, factors.u(a, b), factors.v(a, b));
       }
     }
-    R::template write<streams>((Twin*)y, R::twin(A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2)));
+    write_twins<R, streams>(y, A::u(a, b, all.c, all.s), A::v(a, b, all.c2, all.s2));
   }
 
   Block<A, Float, false, lanes> all;
