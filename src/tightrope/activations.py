@@ -124,8 +124,6 @@ class RMSNorm:
 
     def cut(self, take: Take) -> RMSNorm:
         """Return the norm for a part of the heads; see :meth:`tightrope.gates.Gate.cut`."""
-        if self.weight is None:
-            return self
         return replace(self, weight=take("weight of RMSNorm", self.weight, ("head", None)))
 
 

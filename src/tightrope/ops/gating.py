@@ -94,9 +94,9 @@ def _lower_one_quickly(
 ) -> tuple[int, torch.Tensor] | None:
     channels = rotation.channels
     if gate.signed:
-        return FACTOR, gate.factor_on(x, channels)
+        return FACTOR, gates_.on(gate, x, channels, signed=True)
     if not gate.by_position:
-        return LOG, gate.log_on(x, channels)
+        return LOG, gates_.on(gate, x, channels)
     if _needs_log(rotation):
         return None
     if isinstance(gate, Slope):
@@ -107,7 +107,7 @@ def _lower_one_quickly(
     tokens = x.shape[where.token]
 
     def make() -> torch.Tensor:
-        return gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
+        return gates_.on(gate, x, channels, _token_positions(rotation, tokens, x.device))
 
     # Unless ids are on a device, all layers share the logarithm.
     return LOG, rotation.kept.find((gate, x.dtype, tokens), rotation.ids, x.device, make)
