@@ -9,9 +9,9 @@ import torch
 
 from .._errors import bad_type, bad_value, describe, public
 from ..activations import ActLike
-from ..ops.build import Request, stages_of
+from ..ops.build import stages_of
 from ..ops.call import KEYS, VALUES, Slots
-from ..ops.scaled import ScaleLike, run_scaled
+from ..ops.scaled import ScaleLike, scales_of
 from ..positions import PositionsLike
 from ..spec import Rope
 from ._rotate import GateLike, rotate_with
@@ -84,6 +84,8 @@ def write_kv(  # noqa: PLR0913  (one argument for each tensor)
     >>> q = write_kv(q, k, v, RopeSpec(64), 7, cache=(keys, values), slots=torch.tensor([39]))
     """
     to = _destination(k, v, cache, slots)
+    if cache_scale is not None:
+        to = to._replace(scales=scales_of(cache_scale, v))
     stages = stages_of(act, gate)
     outs = [cache[0]]
     # Of keys alone, the first tensor is k.
@@ -97,12 +99,8 @@ def write_kv(  # noqa: PLR0913  (one argument for each tensor)
     elif stages is not None:
         stages = stages.of_keys()
     names, first, second = tensors
-    if cache_scale is None:
-        call = rope, positions, layout, False, stages, outs, to
-        ys = rotate_with(names, "out", first, second, *call)
-    else:
-        request = Request(*tensors, rope, positions, layout, False, stages, "out", outs, to)
-        ys = run_scaled(request, cache_scale)
+    call = rope, positions, layout, False, stages, outs, to
+    ys = rotate_with(names, "out", first, second, *call)
     return None if q is None else ys[0]  # type: ignore[return-value]
 
 

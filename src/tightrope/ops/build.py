@@ -15,7 +15,7 @@ from ..channels import Channels
 from ..gates import Gate
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, Rope
-from . import gating, learned, phased, registry, schema
+from . import gating, learned, phased, registry, scaled, schema
 from .call import Call, Extras, Slots
 from .checks import (
     Operands,
@@ -112,6 +112,7 @@ def build(request: Request) -> list[Call]:
         check_outs(names, xs, request.outs, cache=request.slots is not None)
         if request.slots is not None:
             check_slots(request.slots, names[-1], xs[-1], request.outs[-1], layout)
+            scaled.check_heads(request.slots, xs[-1], layout)
     return calls
 
 

@@ -14,6 +14,7 @@ from .call import KEYS, VALUES, Slots
 from .checks import check_floating, for_float8
 from .layouts import BY_NAME, WITH_ROWS, Layout
 from .memory import check_not_negated
+from .scaled import check_formats
 
 
 def names_of(outs: Sequence[torch.Tensor], slots: Slots | None) -> list[str]:
@@ -31,14 +32,13 @@ def layout_of_cache(layout: Layout, dims: int) -> Layout:
 
 
 def check_slots(
-    slots: Slots, name: str, x: torch.Tensor, out: torch.Tensor, layout: Layout, eight: bool = False
+    slots: Slots, name: str, x: torch.Tensor, out: torch.Tensor, layout: Layout
 ) -> None:
-    """Check shapes, dtypes and devices of a cache for keys x, of slots, and of values and their cache.
-
-    Args:
-        eight: whether the caches are in 8 bits, so that they have another dtype than keys and values.
-    """
-    index, values, cache = slots
+    """Check shapes, dtypes and devices of a cache for keys x, of slots, and of values and their cache."""
+    index, values, cache, scales = slots
+    eight = scales is not None  # caches of another dtype than keys and values
+    if scales is not None:
+        check_formats(slots, out)
     rows, tokens = 1 if layout.row is None else x.shape[layout.row], x.shape[layout.token]
     for one, tensor in (("slots", index), ("v", values), (VALUES, cache)):
         if tensor is not None:
