@@ -339,6 +339,57 @@ def check_dense(name: str, x: torch.Tensor, nested: str = "") -> None:
         raise bad_type(f"{name} must be a dense tensor but got one that is {kind}")
 
 
+_FLOATING = frozenset(
+    each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and each.is_floating_point
+)
+#: Dtypes, by the words that name them in errors.
+KINDS = {
+    "a floating tensor": _FLOATING,
+    "float32, float64, bfloat16 or float16": frozenset(
+        (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    ),
+    "int32, int64, float32 or float64": frozenset(
+        (torch.int32, torch.int64, torch.float32, torch.float64)
+    ),
+    "int32 or int64": frozenset((torch.int32, torch.int64)),
+    "int64": frozenset((torch.int64,)),
+}
+
+
+def check_type(name: str, x: object, hint: str = "") -> None:
+    """Refuse anything but a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise bad_type(f"{name} must be a tensor but got {describe(x)}{hint}")
+
+
+def check_tensor(
+    name: str, x: torch.Tensor, kind: str = "", *, sharded: bool = False, hint: str = ""
+) -> None:
+    """Refuse anything but a dense tensor of some dtypes; a DTensor too, unless ``sharded``.
+
+    Args:
+        name: name of the tensor in the error.
+        x: the tensor, or what the caller gave in place of one.
+        kind: a key of :data:`KINDS`; "" for any dtype.
+        hint: advice for a value of another type or dtype.
+    """
+    check_type(name, x, hint)
+    check_dense(name, x)
+    if not sharded:
+        check_local(name, x)
+    if kind and x.dtype not in KINDS[kind]:
+        found = str(x.dtype).removeprefix("torch.")
+        raise bad_type(f"{name} must be {kind} but got {found}{hint}", **{name: x})
+
+
+def check_place(name: str, x: torch.Tensor, other: str, device: torch.device) -> None:
+    """Refuse a tensor on another device than that of another value, such as "x is"."""
+    if x.device != device:
+        raise bad_value(f"{name} is on {x.device} but {other} on {device}")
+
+
 def is_dtensor(x: object) -> bool:
     """Return True for a DTensor, without importing its module, which is large."""
     return type(x).__name__ == "DTensor"

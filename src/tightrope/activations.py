@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from ._errors import bad_type, bad_value, check_dense, check_local, describe, public
+from ._errors import bad_type, bad_value, check_local, check_place, check_tensor, describe, public
 from ._parts import Take
 from ._tracing import broadcasts
 
@@ -66,11 +66,7 @@ class RMSNorm:
     def __post_init__(self) -> None:
         weight = self.weight
         if weight is not None:
-            if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-                raise bad_type(
-                    f"weight must be a floating tensor but got {describe(weight)}{_hint(weight)}"
-                )
-            check_dense("weight", weight)
+            check_tensor("weight", weight, "a floating tensor", sharded=True, hint=_hint(weight))
             if weight.dim() not in (1, 2):
                 raise bad_value(
                     "weight must have shape (head_dim,) or (heads, head_dim)", weight=weight
@@ -115,10 +111,7 @@ class RMSNorm:
                 f"{width})",
                 **{name: x, "weight": weight},
             )
-        if weight.device != x.device:
-            raise bad_value(
-                f"the weight of RMSNorm is on {weight.device} but {name} is on {x.device}"
-            )
+        check_place("the weight of RMSNorm", weight, f"{name} is", x.device)
         full = full.to(dtype)
         return full + 1.0 if self.unit_offset else full
 

@@ -24,8 +24,8 @@ from ._errors import (
     as_real,
     bad_type,
     bad_value,
-    check_dense,
     check_local,
+    check_tensor,
     describe,
     one_or,
     public,
@@ -147,7 +147,7 @@ class Scalar(Gate):
     @public("Scalar")
     def __post_init__(self) -> None:
         if isinstance(self.value, torch.Tensor):
-            _check_floating("value", self.value)
+            check_tensor("value", self.value, "a floating tensor", sharded=True)
             if self.value.dim():
                 raise bad_value("value must have shape ()", value=self.value)
         elif _number("value", self.value) <= 0:
@@ -274,7 +274,7 @@ class Given(Gate):
 
     @public("Given")
     def __post_init__(self) -> None:
-        _check_floating("log", self.log)
+        check_tensor("log", self.log, "a floating tensor", sharded=True)
         _check_tied(self.tied)
         if self.log.dim() not in (3, 4):
             raise bad_value(
@@ -528,17 +528,11 @@ def _widened(name: str, values: torch.Tensor, tied: str | None, at: _At) -> torc
 
 
 def _check_rows(name: str, values: object, tied: object) -> None:
-    _check_floating(name, values)
+    check_tensor(name, values, "a floating tensor", sharded=True)
     _check_tied(tied)
     if isinstance(values, torch.Tensor) and values.dim() not in (1, 2):
         kind = "channels" if tied is None else "pairs"
         raise bad_value(f"{name} must have shape ({kind},) or (heads, {kind})", **{name: values})
-
-
-def _check_floating(name: str, values: object) -> None:
-    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
-        raise bad_type(f"{name} must be a floating tensor but got {describe(values)}")
-    check_dense(name, values)
 
 
 def _check_tied(tied: object) -> None:

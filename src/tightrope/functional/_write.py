@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from .._errors import bad_type, bad_value, describe, public
+from .._errors import bad_type, bad_value, check_type, describe, public
 from ..activations import ActLike
 from ..ops.build import stages_of
 from ..ops.call import KEYS, VALUES, Slots
@@ -106,21 +106,19 @@ def write_kv(  # noqa: PLR0913  (one argument for each tensor)
 
 def _destination(k: object, v: object, cache: object, slots: object) -> Slots:
     """Check the types of the arguments that name the destination."""
-    if not isinstance(k, torch.Tensor):
-        raise bad_type(f"k must be a tensor but got {describe(k)}")
+    check_type("k", k)
     if not isinstance(cache, (tuple, list)) or len(cache) != 2:
         raise bad_type(
             f"cache must be a pair, the caches of keys and of values, but got {describe(cache)}"
         )
     keys, values = cache
-    if not isinstance(keys, torch.Tensor):
-        raise bad_type(f"{KEYS} must be a tensor but got {describe(keys)}")
+    check_type(KEYS, keys)
     for name, one in (("v", v), (VALUES, values)):
         if one is not None and not isinstance(one, torch.Tensor):
             raise bad_type(f"{name} must be a tensor or None but got {describe(one)}")
     if (v is None) != (values is None):
         lacks = "v" if v is None else VALUES
         raise bad_value(f"v and {VALUES} must both be given, or both be None, but {lacks} is None")
-    if slots is not None and not isinstance(slots, torch.Tensor):
-        raise bad_type(f"slots must be a tensor but got {describe(slots)}")
+    if slots is not None:
+        check_type("slots", slots)
     return Slots(slots, v, values)  # type: ignore[arg-type]

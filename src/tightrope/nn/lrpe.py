@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import functional
-from .._errors import bad_type, bad_value, describe, integer, public
+from .._errors import bad_type, bad_value, check_type, describe, integer, public
 from ..activations import ACTS, RMS_NORM, SOFTMAX
 from ..channels import Channels
 from ..ops.checks import check_count, check_dtype, check_flag
@@ -116,8 +116,7 @@ class LrpeRotate1d(torch.nn.Module):
             ValueError: a wrong number of channels or heads, or an offset that does not fit.
             TypeError: a tensor or offset of an unsupported dtype.
         """
-        if not isinstance(x, torch.Tensor):
-            raise bad_type(f"x must be a tensor but got {describe(x)}")
+        check_type("x", x)
         if x.dim() not in (3, 4) or x.shape[-1] != self.head_dim:
             heads = "heads" if self.num_heads is None else self.num_heads
             raise bad_value(

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from .. import functional, gates as gates_
-from .._errors import bad_type, bad_value, describe, public
+from .._errors import bad_type, bad_value, check_place, check_type, describe, public
 from ..channels import Channels
 from ..gates import Exp, Gate, Slope
 from ..ops.build import Stages
@@ -342,7 +342,7 @@ class PolarRoPEAttention(torch.nn.Module):
         if given is None:
             return mask, False
         _check_mask(given, (rows, heads, tokens, keys))
-        _check_place("attn_mask", given, "x is", q.device)
+        check_place("attn_mask", given, "x is", q.device)
         if given.dtype == torch.bool:
             return given if mask is None else mask & given, False
         added = given.to(q.dtype)
@@ -405,19 +405,13 @@ def _check_options(
     check_dtype(dtype)
 
 
-def _check_input(x: object, weight: torch.Tensor) -> None:
+def _check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
     width = weight.shape[1]
-    if not isinstance(x, torch.Tensor):
-        raise bad_type(f"x must be a tensor but got {describe(x)}")
+    check_type("x", x)
     if x.dim() != 3 or x.shape[-1] != width:
         raise bad_value(f"x must have shape (batch, tokens, {width})", x=x)
     # torch silently accepts a meta tensor (which has no data) here.
-    _check_place("x", x, "the parameters are", weight.device)
-
-
-def _check_place(name: str, x: torch.Tensor, other: str, device: torch.device) -> None:
-    if x.device != device:
-        raise bad_value(f"{name} is on {x.device} but {other} on {device}")
+    check_place("x", x, "the parameters are", weight.device)
 
 
 def _check_mask(mask: object, full: tuple[int, int, int, int]) -> None:

@@ -9,17 +9,18 @@ from typing import TypeAlias
 import torch
 
 from .._errors import (
+    KINDS,
     as_integer,
     bad_type,
     bad_value,
-    check_dense,
     check_local,
+    check_tensor,
     describe,
     integer,
     public,
 )
 
-DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
+DTYPES = KINDS["int32, int64, float32 or float64"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,16 +183,9 @@ def check_axes(where: Positions, axes: int, name: str = "positions") -> None:
 def check_dtype(
     ids: object, name: str = "positions", sharded: bool = False, hint: str = ""
 ) -> None:
-    if not isinstance(ids, torch.Tensor):
-        raise bad_type(f"{name} must be a tensor but got {describe(ids)}")
-    if ids.dtype not in DTYPES:
-        raise bad_type(
-            f"{name} must be int32, int64, float32 or float64{hint or _way(name, ids.dtype)}",
-            **{name: ids},
-        )
-    check_dense(name, ids)
-    if not sharded:
-        check_local(name, ids)
+    if isinstance(ids, torch.Tensor):
+        hint = hint or _way(name, ids.dtype)
+    check_tensor(name, ids, "int32, int64, float32 or float64", sharded=sharded, hint=hint)
 
 
 def _way(name: str, dtype: torch.dtype) -> str:
