@@ -305,6 +305,24 @@ def as_real(value: object) -> float | None:
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
+def real(name: str, value: object, hint: str = "") -> float:
+    """Convert a value with :func:`as_real`, or raise a TypeError that ends with ``hint``.
+
+    >>> real("base", 10)
+    10.0
+    """
+    number = as_real(value)
+    if number is None:
+        raise bad_type(f"{name} must be a number but got {describe(value)}{hint}")
+    return number
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse anything but a bool; the string "false", for example, would count as true."""
+    if not isinstance(value, bool):
+        raise bad_type(f"{name} must be a bool but got {describe(value)}")
+
+
 def as_integer(value: object, tensors: bool = False) -> int | None:
     """Convert a Python or numpy integer to an int; None for anything else, bools included.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._errors import as_real, bad_type, bad_value, plain_integer
+from ._errors import as_real, bad_type, bad_value, check_flag, plain_integer
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Channels:
                 f"channels [start, start + rotary_dim) must lie in [0, {head}) but got "
                 f"[{first}, {first + width})"
             )
-        if not isinstance(interleaved, bool):
-            raise bad_type(f"interleaved must be a bool but got {interleaved!r}")
+        check_flag("interleaved", interleaved)
         return cls(head, first, width, interleaved)
 
     @property

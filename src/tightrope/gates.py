@@ -21,7 +21,6 @@ import torch
 
 from ._errors import (
     as_passed,
-    as_real,
     bad_type,
     bad_value,
     check_local,
@@ -29,6 +28,7 @@ from ._errors import (
     describe,
     one_or,
     public,
+    real,
 )
 from ._parts import Take
 from ._tracing import broadcasts, is_readable, is_tracing, may_keep, outside_modes
@@ -541,9 +541,7 @@ def _check_tied(tied: object) -> None:
 
 
 def _number(name: str, value: object) -> float:
-    number = as_real(value)
-    if number is None:
-        raise bad_type(f"{name} must be a number but got {describe(value)}")
+    number = real(name, value)
     if not math.isfinite(number):
         raise bad_value(f"{name} must be finite but got {number}")
     return number

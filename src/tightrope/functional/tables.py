@@ -12,6 +12,7 @@ from .._errors import (
     as_passed,
     bad_index,
     bad_value,
+    check_flag,
     check_place,
     check_tensor,
     check_type,
@@ -28,7 +29,6 @@ from ..ops import registry, schema, sharded
 from ..ops.build import forced_for
 from ..ops.call import Call, Extras
 from ..ops.checks import (
-    check_flag,
     check_floating,
     check_partner,
     shape_of,

@@ -9,11 +9,20 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from .. import functional, gates as gates_
-from .._errors import bad_type, bad_value, check_place, check_type, describe, public
+from .._errors import (
+    bad_type,
+    bad_value,
+    check_flag,
+    check_place,
+    check_type,
+    describe,
+    public,
+    real,
+)
 from ..channels import Channels
 from ..gates import Exp, Gate, Slope
 from ..ops.build import Stages
-from ..ops.checks import check_count, check_dtype, check_flag
+from ..ops.checks import check_count, check_dtype
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 from .rotary import prepared_by
@@ -202,9 +211,7 @@ class PolarRoPEAttention(torch.nn.Module):
             raise bad_value(
                 f"gate must be None, 'slope' or a gate of tightrope.gates but got {gate!r}"
             )
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
-            raise bad_type(f"dropout must be a number but got {describe(dropout)}")
-        if not 0.0 <= dropout < 1.0:
+        if not 0.0 <= real("dropout", dropout) < 1.0:
             raise bad_value(f"dropout must lie in [0, 1) but got {dropout}")
         self.spec = spec
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, kv_heads

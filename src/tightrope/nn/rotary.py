@@ -10,6 +10,7 @@ import torch
 from .. import functional
 from .._errors import (
     bad_value,
+    check_flag,
     check_type,
     class_of,
     integer,
@@ -19,7 +20,7 @@ from .._errors import (
 from .._rounding import RoundingLike, rounding_pair
 from ..axes import Axes
 from ..frequencies import Rule
-from ..ops.checks import check_flag, layout_named
+from ..ops.checks import layout_named
 from ..positions import PositionsLike, as_positions
 from ..spec import PreparedRotation, Rope, RopeSpec, SeqLen, prepared
 

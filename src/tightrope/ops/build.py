@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import activations, gates as gates_
-from .._errors import bad_type, bad_value, unsupported
+from .._errors import bad_type, bad_value, check_flag, unsupported
 from .._rounding import ONCE, codes_of
 from ..activations import Act, RMSNorm, code_of
 from ..channels import Channels
@@ -19,7 +19,6 @@ from . import gating, learned, phased, registry, scaled, schema
 from .call import Call, Extras, Slots
 from .checks import (
     Operands,
-    check_flag,
     check_outs,
     layout_named,
     prepare,

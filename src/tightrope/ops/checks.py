@@ -180,12 +180,6 @@ def _which_of(rope: object) -> str:
     return ""
 
 
-def check_flag(name: str, value: object) -> None:
-    """Refuse anything but a bool; the string "false", for example, would count as true."""
-    if not isinstance(value, bool):
-        raise bad_type(f"{name} must be a bool but got {describe(value)}")
-
-
 def check_dtype(dtype: object) -> None:
     """Refuse anything but a floating dtype or None (the default dtype) for parameters."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

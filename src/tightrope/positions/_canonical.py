@@ -13,9 +13,9 @@ from .._errors import (
     as_integer,
     bad_type,
     bad_value,
+    check_flag,
     check_local,
     check_tensor,
-    describe,
     integer,
     public,
 )
@@ -50,8 +50,7 @@ class Positions:
         if type(offset) is not int:
             offset = integer("offset", offset, "; give fractions and tensors as ids")
         check_fits("offset", offset)
-        if not isinstance(self.add_index, bool):
-            raise bad_type(f"add_index must be a bool but got {describe(self.add_index)}")
+        check_flag("add_index", self.add_index)
         if self.ids is None:
             return
         # FSDP2 casts floating tensors in dataclasses that are inputs of a module.
