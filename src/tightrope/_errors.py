@@ -383,7 +383,7 @@ def check_type(name: str, x: object, hint: str = "") -> None:
 
 
 def check_tensor(
-    name: str, x: torch.Tensor, kind: str = "", *, sharded: bool = False, hint: str = ""
+    name: str, x: Any, kind: str = "", *, sharded: bool = False, hint: str = ""
 ) -> None:
     """Refuse anything but a dense tensor of some dtypes; a DTensor too, unless ``sharded``.
 

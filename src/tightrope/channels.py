@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ class Channels:
 
     @classmethod
     def checked(
-        cls, head_dim: object, rotary_dim: object, start: object, interleaved: object
+        cls, head_dim: object, rotary_dim: object, start: object, interleaved: Any
     ) -> Channels:
         """Validate a user's values; ``rotary_dim=None`` means all channels from ``start`` on.
 

@@ -400,37 +400,6 @@ def _reversed(gate: XPos) -> XPos:
 _opposite = lru_cache(maxsize=64)(_reversed)
 
 
-def total(
-    name: str,
-    x: torch.Tensor,
-    gates: Sequence[Gate],
-    channels: Channels,
-    positions: torch.Tensor | None = None,
-    signed: bool = False,
-) -> torch.Tensor | None:
-    """Return the logarithm of the product of gates, on the device of x; None if there are no gates.
-
-    Args:
-        name: name of x in errors.
-        x: ``(rows, heads, tokens, channels)``.
-        gates: any number of gates, whose factors multiply.
-        channels, positions: see :meth:`Gate.log_factor`.
-        signed: whether to return the product itself, as a gate has no logarithm.
-
-    Raises:
-        ValueError: a gate whose shape or device does not fit x; no positions for a gate that needs
-            them; a factor of :class:`XPos` that overflows.
-        TypeError: a gate that holds a DTensor.
-    """
-    found: torch.Tensor | None = None
-    for gate in gates:
-        check_own(name, x, gate)
-        one = on(gate, x, channels, positions, signed)
-        check_fit(name, x, gate, one.shape)
-        found = one if found is None else found * one if signed else found + one
-    return found
-
-
 def on(
     gate: Gate,
     x: torch.Tensor,

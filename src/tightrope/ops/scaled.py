@@ -122,4 +122,4 @@ def in_bytes(
     first = rotate(call.only([0])) if last else []
     rest = [None if one is None else one.view(torch.uint8) for one in (values, slots.cache)]
     ys, outs = [*first, keys.view(torch.uint8)], [*call.outs[:-1], cache.view(torch.uint8)]
-    return ys, outs, Slots(slots.slot, *rest)
+    return ys, outs, Slots(slots.slot, rest[0], rest[1])

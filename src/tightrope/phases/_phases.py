@@ -259,7 +259,8 @@ def starts_of(increments: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
 def _check_state(increments: torch.Tensor, state: object) -> None:
     if not isinstance(state, PhaseState):
         raise bad_type(f"state must be None or the state of phases but got {describe(state)}")
-    for name, x in zip(("words", "drift"), state if state.drift is not None else state[:1]):
+    held: tuple[Any, ...] = state if state.drift is not None else state[:1]
+    for name, x in zip(("words", "drift"), held):
         check_tensor(f"{name} of state", x, "int64" if name == "words" else "a floating tensor")
         check_place("state", x, "increments are", increments.device)
         _, heads, _, pairs = increments.shape

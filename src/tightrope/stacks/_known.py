@@ -26,7 +26,9 @@ def _formula(given: Any) -> Formula:
 
 def _stack(row: dict[str, Any]) -> Stack:
     rules = row["rules"]
-    made = {field: getattr(torch, row[field]) for field in ("table_dtype", "dtype") if field in row}
+    made: dict[str, Any] = {
+        field: getattr(torch, row[field]) for field in ("table_dtype", "dtype") if field in row
+    }
     if "rounding" in row:
         made["rounding"] = tuple(row["rounding"])
     if isinstance(rules, str):
