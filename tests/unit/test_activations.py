@@ -341,10 +341,10 @@ def test_a_norm_after_the_rotation(
 def test_a_factor_has_no_logarithm_but_products() -> None:
     """A product with gates that have one is of factors; an inverse rotation divides by it."""
     x, own, gamma = noise(2, 3, 5, 8), noise(3, 8, seed=1), noise(8, seed=2)
-    both = [Factor(own), Exp(gamma)]
+    both = [Factor(own), Exp(gamma), Scalar(2.0)]
     ((code, product),) = lower(("x",), [x], [both], RopeSpec(8).at())
     assert code == schema.FACTOR
-    assert_near(product, own[None, :, None] * gamma.exp(), "float64 ways")  # type: ignore[arg-type]
+    assert_near(product, 2 * own[None, :, None] * gamma.exp(), "float64 ways")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\[Factor\] the gate must be read by factor\(\)"):
         both[0].log_factor(CHANNELS)
     y = rotate(x, RopeSpec(8), 3, gate=both[0])
