@@ -189,7 +189,7 @@ class Exp(Gate):
         _check_rows("gamma", self.gamma, self.tied)
 
     def _made(self, at: _At) -> torch.Tensor:
-        return _widened("gamma", _per_head(self.gamma), self.tied, at)[None, :, None]
+        return _by_rows(_widened("gamma", self.gamma, self.tied, at))
 
 
 @checked_calls
@@ -216,7 +216,7 @@ class Factor(Gate):
         _check_rows("value", self.value, None)
 
     def _made(self, at: _At) -> torch.Tensor:
-        return _widened("value", _per_head(self.value), None, at)[None, :, None]
+        return _by_rows(_widened("value", self.value, None, at))
 
 
 @checked_calls
@@ -251,7 +251,8 @@ class Slope(Gate):
         """Return the growth of the logarithm per position, ``[heads|1, channels|1]``; arguments as in
         :meth:`Gate.log_factor`."""
         at = _At(channels, None, dtype)
-        return _widened("slope", _per_head(self.slope), self.tied, at)
+        rates = _widened("slope", self.slope, self.tied, at)
+        return rates if rates.dim() == 2 else rates[None]
 
 
 @checked_calls
@@ -411,11 +412,14 @@ def on(
 
     After the first call, nothing is copied from the host if the gate has no tensors, or has them on that device.
     """
+    if gate.axes is None:
+        make = gate.factor if signed else gate.log_factor
+        return onto(make(channels, positions, x.dtype), x.device)
     if isinstance(gate, Scalar):
-        log = gate._log(x.dtype, x.device)
-        return onto(log.exp() if signed else log, x.device)
-    make = gate.factor if signed else gate.log_factor
-    return onto(make(channels, positions, x.dtype), x.device)
+        made = gate._log(x.dtype, x.device)
+    else:
+        made = gate._made(_At(channels, positions, x.dtype))
+    return onto(made.exp() if signed and not gate.signed else made, x.device)
 
 
 def onto(log: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -480,8 +484,9 @@ def _required(positions: torch.Tensor | None) -> torch.Tensor:
     return positions
 
 
-def _per_head(values: torch.Tensor) -> torch.Tensor:
-    return values if values.dim() == 2 else values[None]
+def _by_rows(wide: torch.Tensor) -> torch.Tensor:
+    """View values ``(channels,)`` or ``(heads, channels)`` as ``[1, heads|1, 1, channels]``."""
+    return wide.reshape(1, wide.shape[0] if wide.dim() == 2 else 1, 1, wide.shape[-1])
 
 
 def _widened(name: str, values: torch.Tensor, tied: str | None, at: _At) -> torch.Tensor:

@@ -335,7 +335,8 @@ def _write_out(
     if values is None and scales is None and len(packed) == _PLAIN:
         SLOTS.plain(q, k, *pair(outs), slot, *packed)
     else:
-        more = *pair(outs), cache, slot, *scaled.on(slots, q.device)
+        of = (None, None) if scales is None else scaled.on(slots, q.device)
+        more = *pair(outs), cache, slot, *of
         SLOTS.carrying(q, k, values, *more, *with_extras(packed))
 
 

@@ -86,11 +86,9 @@ def check_heads(slots: Slots, x: torch.Tensor, layout: Layout) -> None:
             )
 
 
-def on(slots: Slots, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def on(slots: Slots, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the scales of keys and of values as the operator takes them."""
-    if slots.scales is None:
-        return None, None
-    of_keys, of_values = slots.scales
+    of_keys, of_values = cast("tuple[Scale, Scale]", slots.scales)
     keys = _on(of_keys, device)
     if slots.values is None:
         return keys, None
