@@ -305,6 +305,24 @@ def as_real(value: object) -> float | None:
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
+def real(name: str, value: object, hint: str = "") -> float:
+    """Convert a value with :func:`as_real`, or raise a TypeError that ends with ``hint``.
+
+    >>> real("base", 10)
+    10.0
+    """
+    number = as_real(value)
+    if number is None:
+        raise bad_type(f"{name} must be a number but got {describe(value)}{hint}")
+    return number
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse anything but a bool; the string "false", for example, would count as true."""
+    if not isinstance(value, bool):
+        raise bad_type(f"{name} must be a bool but got {describe(value)}")
+
+
 def as_integer(value: object, tensors: bool = False) -> int | None:
     """Convert a Python or numpy integer to an int; None for anything else, bools included.
 
@@ -337,6 +355,57 @@ def check_dense(name: str, x: torch.Tensor, nested: str = "") -> None:
         if x.is_nested:
             kind = "nested" + nested
         raise bad_type(f"{name} must be a dense tensor but got one that is {kind}")
+
+
+_FLOATING = frozenset(
+    each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and each.is_floating_point
+)
+#: Dtypes, by the words that name them in errors.
+KINDS = {
+    "a floating tensor": _FLOATING,
+    "float32, float64, bfloat16 or float16": frozenset(
+        (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    ),
+    "int32, int64, float32 or float64": frozenset(
+        (torch.int32, torch.int64, torch.float32, torch.float64)
+    ),
+    "int32 or int64": frozenset((torch.int32, torch.int64)),
+    "int64": frozenset((torch.int64,)),
+}
+
+
+def check_type(name: str, x: object, hint: str = "") -> None:
+    """Refuse anything but a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise bad_type(f"{name} must be a tensor but got {describe(x)}{hint}")
+
+
+def check_tensor(
+    name: str, x: Any, kind: str = "", *, sharded: bool = False, hint: str = ""
+) -> None:
+    """Refuse anything but a dense tensor of some dtypes; a DTensor too, unless ``sharded``.
+
+    Args:
+        name: name of the tensor in the error.
+        x: the tensor, or what the caller gave in place of one.
+        kind: a key of :data:`KINDS`; "" for any dtype.
+        hint: advice for a value of another type or dtype.
+    """
+    check_type(name, x, hint)
+    check_dense(name, x)
+    if not sharded:
+        check_local(name, x)
+    if kind and x.dtype not in KINDS[kind]:
+        found = str(x.dtype).removeprefix("torch.")
+        raise bad_type(f"{name} must be {kind} but got {found}{hint}", **{name: x})
+
+
+def check_place(name: str, x: torch.Tensor, other: str, device: torch.device) -> None:
+    """Refuse a tensor on another device than that of another value, such as "x is"."""
+    if x.device != device:
+        raise bad_value(f"{name} is on {x.device} but {other} on {device}")
 
 
 def is_dtensor(x: object) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
-
-import torch
+from typing import Any, NamedTuple, TypeAlias
 
 
 class Span(NamedTuple):
@@ -23,5 +21,5 @@ class Span(NamedTuple):
 
 
 #: Take this process's part of an argument: maps the argument's name (for errors), its tensor, and the axes
-#: of the tensor's last dimensions ("row", "head", "token" or None) to the part.
-Take: TypeAlias = Callable[[str, torch.Tensor, Sequence[str | None]], torch.Tensor]
+#: of the tensor's last dimensions ("row", "head", "token" or None) to the part; what is no tensor to itself.
+Take: TypeAlias = Callable[[str, Any, Sequence[str | None]], Any]

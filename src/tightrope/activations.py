@@ -9,14 +9,23 @@ An activation is given by name, a norm as an object that holds its weight::
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 
-from ._errors import bad_type, bad_value, check_dense, check_local, describe, public
+from ._errors import (
+    bad_type,
+    bad_value,
+    check_flag,
+    check_local,
+    check_place,
+    check_tensor,
+    describe,
+    public,
+    real,
+)
 from ._parts import Take
 from ._tracing import broadcasts
 
@@ -66,26 +75,15 @@ class RMSNorm:
     def __post_init__(self) -> None:
         weight = self.weight
         if weight is not None:
-            if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-                raise bad_type(
-                    f"weight must be a floating tensor but got {describe(weight)}{_hint(weight)}"
-                )
-            check_dense("weight", weight)
+            check_tensor("weight", weight, "a floating tensor", sharded=True, hint=_hint(weight))
             if weight.dim() not in (1, 2):
                 raise bad_value(
                     "weight must have shape (head_dim,) or (heads, head_dim)", weight=weight
                 )
-        if isinstance(self.eps, bool) or not isinstance(self.eps, numbers.Real):
-            none = (
-                "; None of torch.nn.RMSNorm is torch.finfo(torch.float32).eps, in 16 bits too"
-                if self.eps is None
-                else ""
-            )
-            raise bad_type(f"eps must be a number but got {describe(self.eps)}{none}")
-        if not 0.0 <= self.eps < math.inf:
+        none = "; None of torch.nn.RMSNorm is torch.finfo(torch.float32).eps, in 16 bits too"
+        if not 0.0 <= real("eps", self.eps, none * (self.eps is None)) < math.inf:
             raise bad_value(f"eps must be finite and at least 0 but got {self.eps}")
-        if not isinstance(self.unit_offset, bool):
-            raise bad_type(f"unit_offset must be a bool but got {describe(self.unit_offset)}")
+        check_flag("unit_offset", self.unit_offset)
 
     def factors(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:
         """Return the factors that multiply the normalised channels.
@@ -115,17 +113,12 @@ class RMSNorm:
                 f"{width})",
                 **{name: x, "weight": weight},
             )
-        if weight.device != x.device:
-            raise bad_value(
-                f"the weight of RMSNorm is on {weight.device} but {name} is on {x.device}"
-            )
+        check_place("the weight of RMSNorm", weight, f"{name} is", x.device)
         full = full.to(dtype)
         return full + 1.0 if self.unit_offset else full
 
     def cut(self, take: Take) -> RMSNorm:
         """Return the norm for a part of the heads; see :meth:`tightrope.gates.Gate.cut`."""
-        if self.weight is None:
-            return self
         return replace(self, weight=take("weight of RMSNorm", self.weight, ("head", None)))
 
 

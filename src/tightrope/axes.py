@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ._errors import bad_type, bad_value, plain_integer, public
+from ._errors import bad_type, bad_value, check_flag, plain_integer, public
 from ._value import Value, checked_calls
 
 __all__ = ["Axes"]
@@ -102,8 +102,7 @@ class Axes(Value):
         [0, 1, 2, 0, 1, 2, 0, 0]
         """
         sizes = _sizes(sizes)
-        if not isinstance(interleaved, bool):
-            raise bad_type(f"interleaved must be a bool but got {interleaved!r}")
+        check_flag("interleaved", interleaved)
         count, total = len(sizes), sum(sizes)
         if not interleaved:
             owner = [axis for axis, size in enumerate(sizes) for _ in range(size)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ._errors import as_real, bad_type, bad_value, plain_integer
+from ._errors import as_real, bad_type, bad_value, check_flag, plain_integer
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Channels:
 
     @classmethod
     def checked(
-        cls, head_dim: object, rotary_dim: object, start: object, interleaved: object
+        cls, head_dim: object, rotary_dim: object, start: object, interleaved: Any
     ) -> Channels:
         """Validate a user's values; ``rotary_dim=None`` means all channels from ``start`` on.
 
@@ -62,8 +63,7 @@ class Channels:
                 f"channels [start, start + rotary_dim) must lie in [0, {head}) but got "
                 f"[{first}, {first + width})"
             )
-        if not isinstance(interleaved, bool):
-            raise bad_type(f"interleaved must be a bool but got {interleaved!r}")
+        check_flag("interleaved", interleaved)
         return cls(head, first, width, interleaved)
 
     @property

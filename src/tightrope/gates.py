@@ -12,23 +12,23 @@ still depend only on the distance between tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
 from ._errors import (
     as_passed,
-    as_real,
     bad_type,
     bad_value,
-    check_dense,
     check_local,
+    check_tensor,
     describe,
     one_or,
     public,
+    real,
 )
 from ._parts import Take
 from ._tracing import broadcasts, is_readable, is_tracing, may_keep, outside_modes
@@ -38,24 +38,39 @@ from .channels import Channels as Channels, by_head
 __all__ = ["Exp", "Factor", "Gate", "Given", "Scalar", "Slope", "XPos"]
 
 
+class _At(NamedTuple):
+    """What a factor is made for: the arguments of :meth:`Gate.log_factor`."""
+
+    channels: Channels
+    positions: torch.Tensor | None
+    dtype: torch.dtype
+
+
+#: The axes of the last dimensions of each tensor of a gate; None for a dimension that no process divides.
+_Axes: TypeAlias = Mapping[str, Sequence[str | None]]
+
+
 class Gate:
     """Base class of all gates.
 
     Attributes:
         by_position: whether the factor depends on the position.
         signed: whether the factor may be negative or 0, so that it has no logarithm.
+        axes: the tensors that :meth:`cut` divides; None for a gate of your own, which cannot be divided.
     """
 
     by_position: ClassVar[bool] = False
     signed: ClassVar[bool] = False
+    axes: ClassVar[_Axes | None] = None
 
+    @public()
     def log_factor(
         self,
         channels: Channels,
         positions: torch.Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """Return the logarithm of the factor.
+        """Return the logarithm of the factor. A gate of your own defines this method.
 
         Args:
             channels: the rotated slice and pairing of the head that is gated.
@@ -65,9 +80,17 @@ class Gate:
 
         Returns:
             ``[rows|1, heads|1, tokens|1, channels|1]``.
-        """
-        raise NotImplementedError
 
+        Raises:
+            ValueError: a factor that may be negative has no logarithm; a tensor that does not fit the channels.
+        """
+        if self.signed:
+            raise bad_value(
+                "the gate must be read by factor(), as it may be negative: it has no logarithm"
+            )
+        return self._made(_At(channels, positions, dtype))
+
+    @public()
     def factor(
         self,
         channels: Channels,
@@ -75,40 +98,35 @@ class Gate:
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """Return the factor; arguments and shape as in :meth:`log_factor`."""
+        if self.signed:
+            return self._made(_At(channels, positions, dtype))
         return self.log_factor(channels, positions, dtype).exp()
 
-    def log_on(
-        self, x: torch.Tensor, channels: Channels, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return :meth:`log_factor` on the device of x. After the first call, nothing is copied from the
-        host if the gate has no tensors, or has them on that device.
-
-        Args:
-            x: the gated tensor.
-            channels, positions: see :meth:`log_factor`.
-        """
-        return onto(self.log_factor(channels, positions, x.dtype), x.device)
-
-    def factor_on(
-        self, x: torch.Tensor, channels: Channels, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return :meth:`factor` on the device of x; arguments as in :meth:`log_on`."""
-        return self.log_on(x, channels, positions).exp()
+    def _made(self, at: _At) -> torch.Tensor:
+        """Return the factor of a signed gate, and the logarithm of the factor of any other."""
+        raise NotImplementedError
 
     def for_keys(self) -> Gate:
         """Return the gate to use for keys if the caller gave one gate for both queries and keys."""
         return self
 
-    def cut(self, take: Take) -> Gate:  # noqa: ARG002
+    def cut(self, take: Take) -> Gate:
         """Return the gate for a part of the rows, heads and tokens, for DTensors.
 
         Args:
             take: see :data:`tightrope._parts.Take`.
         """
-        raise bad_type(
-            f"gate must be one of tightrope.gates with DTensors but got a {type(self).__name__}; rotate "
-            "to_local() and convert the result with DTensor.from_local"
-        )
+        kind = type(self).__name__
+        if self.axes is None:
+            raise bad_type(
+                f"gate must be one of tightrope.gates with DTensors but got a {kind}; rotate "
+                "to_local() and convert the result with DTensor.from_local"
+            )
+        parts = {
+            name: take(f"{name} of the gate {kind}", getattr(self, name), axes)
+            for name, axes in self.axes.items()
+        }
+        return replace(self, **parts)  # type: ignore[type-var]
 
 
 @checked_calls
@@ -124,39 +142,20 @@ class Scalar(Gate):
     """
 
     value: float | torch.Tensor
+    axes: ClassVar[_Axes] = {"value": ()}
 
     @public("Scalar")
     def __post_init__(self) -> None:
         if isinstance(self.value, torch.Tensor):
-            _check_floating("value", self.value)
+            check_tensor("value", self.value, "a floating tensor", sharded=True)
             if self.value.dim():
                 raise bad_value("value must have shape ()", value=self.value)
         elif _number("value", self.value) <= 0:
             raise bad_value(f"value must be positive but got {self.value}")
 
-    def log_factor(
-        self,
-        channels: Channels,  # noqa: ARG002
-        positions: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
-        """See :meth:`Gate.log_factor`."""
-        return self._log(dtype, torch.device("cpu") if positions is None else positions.device)
-
-    def log_on(
-        self,
-        x: torch.Tensor,
-        channels: Channels,  # noqa: ARG002
-        positions: torch.Tensor | None = None,  # noqa: ARG002
-    ) -> torch.Tensor:
-        """See :meth:`Gate.log_on`."""
-        return onto(self._log(x.dtype, x.device), x.device)
-
-    def cut(self, take: Take) -> Gate:
-        """See :meth:`Gate.cut`."""
-        if not isinstance(self.value, torch.Tensor):
-            return self
-        return replace(self, value=take("value of the gate Scalar", self.value, ()))
+    def _made(self, at: _At) -> torch.Tensor:
+        device = torch.device("cpu") if at.positions is None else at.positions.device
+        return self._log(at.dtype, device)
 
     def _log(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the logarithm on the device of ``value`` if it is a tensor, else on ``device``."""
@@ -183,24 +182,14 @@ class Exp(Gate):
 
     gamma: torch.Tensor
     tied: str | None = None
+    axes: ClassVar[_Axes] = {"gamma": ("head", None)}
 
     @public("Exp")
     def __post_init__(self) -> None:
         _check_rows("gamma", self.gamma, self.tied)
 
-    @public("Exp")
-    def log_factor(
-        self,
-        channels: Channels,
-        positions: torch.Tensor | None = None,  # noqa: ARG002
-        dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
-        """See :meth:`Gate.log_factor`."""
-        return _rows("gamma", self.gamma, self.tied, channels, dtype)
-
-    def cut(self, take: Take) -> Gate:
-        """See :meth:`Gate.cut`."""
-        return replace(self, gamma=take("gamma of the gate Exp", self.gamma, ("head", None)))
+    def _made(self, at: _At) -> torch.Tensor:
+        return _by_rows(_widened("gamma", self.gamma, self.tied, at))
 
 
 @checked_calls
@@ -219,46 +208,15 @@ class Factor(Gate):
     """
 
     value: torch.Tensor
+    axes: ClassVar[_Axes] = {"value": ("head", None)}
     signed: ClassVar[bool] = True
 
     @public("Factor")
     def __post_init__(self) -> None:
         _check_rows("value", self.value, None)
 
-    @public("Factor")
-    def log_factor(
-        self,
-        channels: Channels,  # noqa: ARG002
-        positions: torch.Tensor | None = None,  # noqa: ARG002
-        dtype: torch.dtype = torch.float32,  # noqa: ARG002
-    ) -> torch.Tensor:
-        """Raise a ValueError: a factor that may be negative has no logarithm."""
-        raise bad_value(
-            "the gate must be read by factor(), as it may be negative: it has no logarithm"
-        )
-
-    @public("Factor")
-    def factor(
-        self,
-        channels: Channels,
-        positions: torch.Tensor | None = None,  # noqa: ARG002
-        dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
-        """See :meth:`Gate.factor`."""
-        return _rows("value", self.value, None, channels, dtype)
-
-    def factor_on(
-        self,
-        x: torch.Tensor,
-        channels: Channels,
-        positions: torch.Tensor | None = None,  # noqa: ARG002
-    ) -> torch.Tensor:
-        """See :meth:`Gate.factor_on`."""
-        return onto(self.factor(channels, None, x.dtype), x.device)
-
-    def cut(self, take: Take) -> Gate:
-        """See :meth:`Gate.cut`."""
-        return replace(self, value=take("value of the gate Factor", self.value, ("head", None)))
+    def _made(self, at: _At) -> torch.Tensor:
+        return _by_rows(_widened("value", self.value, None, at))
 
 
 @checked_calls
@@ -277,33 +235,24 @@ class Slope(Gate):
 
     slope: torch.Tensor
     tied: str | None = None
+    axes: ClassVar[_Axes] = {"slope": ("head", None)}
     by_position: ClassVar[bool] = True
 
     @public("Slope")
     def __post_init__(self) -> None:
         _check_rows("slope", self.slope, self.tied)
 
-    @public("Slope")
-    def log_factor(
-        self,
-        channels: Channels,
-        positions: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
-        """See :meth:`Gate.log_factor`."""
-        where = by_head(_required(positions).to(_compute_dtype(dtype)), 1)
-        return onto(self.rates(channels, dtype), where.device)[None, :, None] * where
+    def _made(self, at: _At) -> torch.Tensor:
+        where = by_head(_required(at.positions).to(_compute_dtype(at.dtype)), 1)
+        return onto(self.rates(at.channels, at.dtype), where.device)[None, :, None] * where
 
     @public("Slope")
     def rates(self, channels: Channels, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the growth of the logarithm per position, ``[heads|1, channels|1]``; arguments as in
         :meth:`Gate.log_factor`."""
-        rows = self.slope if self.slope.dim() == 2 else self.slope[None]
-        return _widened("slope", rows, self.tied, channels, dtype)
-
-    def cut(self, take: Take) -> Gate:
-        """See :meth:`Gate.cut`."""
-        return replace(self, slope=take("slope of the gate Slope", self.slope, ("head", None)))
+        at = _At(channels, None, dtype)
+        rates = _widened("slope", self.slope, self.tied, at)
+        return rates if rates.dim() == 2 else rates[None]
 
 
 @checked_calls
@@ -322,10 +271,11 @@ class Given(Gate):
 
     log: torch.Tensor
     tied: str | None = None
+    axes: ClassVar[_Axes] = {"log": ("row", "token", "head", None)}
 
     @public("Given")
     def __post_init__(self) -> None:
-        _check_floating("log", self.log)
+        check_tensor("log", self.log, "a floating tensor", sharded=True)
         _check_tied(self.tied)
         if self.log.dim() not in (3, 4):
             raise bad_value(
@@ -333,21 +283,9 @@ class Given(Gate):
                 log=self.log,
             )
 
-    @public("Given")
-    def log_factor(
-        self,
-        channels: Channels,
-        positions: torch.Tensor | None = None,  # noqa: ARG002
-        dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
-        """See :meth:`Gate.log_factor`."""
+    def _made(self, at: _At) -> torch.Tensor:
         log = self.log if self.log.dim() == 4 else self.log[None]
-        return _widened("log", log, self.tied, channels, dtype).transpose(1, 2)
-
-    def cut(self, take: Take) -> Gate:
-        """See :meth:`Gate.cut`."""
-        axes = ("row", "token", "head", None)
-        return replace(self, log=take("log of the gate Given", self.log, axes))
+        return _widened("log", log, self.tied, at).transpose(1, 2)
 
 
 @checked_calls
@@ -379,6 +317,7 @@ class XPos(Gate):
     scale_base: float = 512.0
     smoothing: float = 0.4
     opposite: bool = False
+    axes: ClassVar[_Axes] = {}
     by_position: ClassVar[bool] = True
 
     @public("XPos")
@@ -394,30 +333,19 @@ class XPos(Gate):
         # Dynamo ignores lru_cache and warns about each use.
         return _reversed(self) if is_tracing() else _opposite(self)
 
-    def cut(self, take: Take) -> Gate:  # noqa: ARG002
-        """See :meth:`Gate.cut`."""
-        return self
-
-    @public("XPos")
-    def log_factor(
-        self,
-        channels: Channels,
-        positions: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
-        """See :meth:`Gate.log_factor`.
+    def _made(self, at: _At) -> torch.Tensor:
+        """Return the logarithm of the factor.
 
         Raises:
             ValueError: the factor, or its inverse, would overflow ``dtype``. On a GPU, where
                 checking would synchronise, and in compiled code, such a factor becomes NaN.
         """
-        inside = _compute_dtype(dtype)
-        where = _required(positions)
+        inside, where = _compute_dtype(at.dtype), _required(at.positions)
         away = by_head(self._away(where, inside), 1) / self.scale_base
-        rate = _rates(self.smoothing, channels, inside, where.device)
+        rate = _rates(self.smoothing, at.channels, inside, where.device)
         log = (-rate if self.opposite else rate) * away
         # abs() checks the inverse too: if one of the two underflows, their product is also wrong.
-        limit = math.log(torch.finfo(dtype).max)
+        limit = math.log(torch.finfo(at.dtype).max)
         if not is_readable(where):
             return torch.where(log.abs() <= limit, log, torch.nan)
         if log.numel() and bool((log.abs() > limit).any()):
@@ -425,7 +353,7 @@ class XPos(Gate):
             reach = math.floor(limit * self.scale_base / strongest)
             raise bad_value(
                 f"positions must lie within {reach} of the centre {self.centre}, or the factor "
-                f"overflows {str(dtype).removeprefix('torch.')}, but they reach from "
+                f"overflows {str(at.dtype).removeprefix('torch.')}, but they reach from "
                 f"{where.min().item()} to {where.max().item()}; choose another centre or a larger "
                 "scale_base"
             )
@@ -473,35 +401,25 @@ def _reversed(gate: XPos) -> XPos:
 _opposite = lru_cache(maxsize=64)(_reversed)
 
 
-def total(
-    name: str,
+def on(
+    gate: Gate,
     x: torch.Tensor,
-    gates: Sequence[Gate],
     channels: Channels,
     positions: torch.Tensor | None = None,
     signed: bool = False,
-) -> torch.Tensor | None:
-    """Return the logarithm of the product of gates, on the device of x; None if there are no gates.
+) -> torch.Tensor:
+    """Return the logarithm of the factor of a gate, or the factor if ``signed``, on the device of x.
 
-    Args:
-        name: name of x in errors.
-        x: ``(rows, heads, tokens, channels)``.
-        gates: any number of gates, whose factors multiply.
-        channels, positions: see :meth:`Gate.log_factor`.
-        signed: whether to return the product itself, as a gate has no logarithm.
-
-    Raises:
-        ValueError: a gate whose shape or device does not fit x; no positions for a gate that needs
-            them; a factor of :class:`XPos` that overflows.
-        TypeError: a gate that holds a DTensor.
+    After the first call, nothing is copied from the host if the gate has no tensors, or has them on that device.
     """
-    found: torch.Tensor | None = None
-    for gate in gates:
-        check_own(name, x, gate)
-        one = (gate.factor_on if signed else gate.log_on)(x, channels, positions)
-        check_fit(name, x, gate, one.shape)
-        found = one if found is None else found * one if signed else found + one
-    return found
+    if gate.axes is None:
+        make = gate.factor if signed else gate.log_factor
+        return onto(make(channels, positions, x.dtype), x.device)
+    if isinstance(gate, Scalar):
+        made = gate._log(x.dtype, x.device)
+    else:
+        made = gate._made(_At(channels, positions, x.dtype))
+    return onto(made.exp() if signed and not gate.signed else made, x.device)
 
 
 def onto(log: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -566,46 +484,29 @@ def _required(positions: torch.Tensor | None) -> torch.Tensor:
     return positions
 
 
-def _rows(
-    name: str,
-    values: torch.Tensor,
-    tied: str | None,
-    channels: Channels,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    wide = _widened(name, values, tied, channels, dtype)
+def _by_rows(wide: torch.Tensor) -> torch.Tensor:
+    """View values ``(channels,)`` or ``(heads, channels)`` as ``[1, heads|1, 1, channels]``."""
     return wide.reshape(1, wide.shape[0] if wide.dim() == 2 else 1, 1, wide.shape[-1])
 
 
-def _widened(
-    name: str,
-    values: torch.Tensor,
-    tied: str | None,
-    channels: Channels,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    width = channels.head_dim if tied is None else channels.pairs
+def _widened(name: str, values: torch.Tensor, tied: str | None, at: _At) -> torch.Tensor:
+    """Return values ``(…, channels|1)``, or with "pair" ``(…, pairs|1)``, as one for each channel."""
+    width = at.channels.head_dim if tied is None else at.channels.pairs
     if not broadcasts(values.shape[-1], width):
         needed = one_or(width, "channel" if tied is None else "pair")
         raise bad_value(
             f"{name} must have {needed} but got {values.shape[-1]}", **{name: as_passed(values)}
         )
-    values = values.to(_compute_dtype(dtype))
-    return values if tied is None else channels.spread(values)
+    values = values.to(_compute_dtype(at.dtype))
+    return values if tied is None else at.channels.spread(values)
 
 
 def _check_rows(name: str, values: object, tied: object) -> None:
-    _check_floating(name, values)
+    check_tensor(name, values, "a floating tensor", sharded=True)
     _check_tied(tied)
     if isinstance(values, torch.Tensor) and values.dim() not in (1, 2):
         kind = "channels" if tied is None else "pairs"
         raise bad_value(f"{name} must have shape ({kind},) or (heads, {kind})", **{name: values})
-
-
-def _check_floating(name: str, values: object) -> None:
-    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
-        raise bad_type(f"{name} must be a floating tensor but got {describe(values)}")
-    check_dense(name, values)
 
 
 def _check_tied(tied: object) -> None:
@@ -614,9 +515,7 @@ def _check_tied(tied: object) -> None:
 
 
 def _number(name: str, value: object) -> float:
-    number = as_real(value)
-    if number is None:
-        raise bad_type(f"{name} must be a number but got {describe(value)}")
+    number = real(name, value)
     if not math.isfinite(number):
         raise bad_value(f"{name} must be finite but got {number}")
     return number

@@ -17,6 +17,7 @@ from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_qk, rotate_qk_
 from tightrope.gates import Channels, Exp, Factor, Scalar, XPos
 from tightrope.ops import gradients, schema
+from tightrope.ops.gating import lower
 
 NAMES = ACTS[1:-1]
 # Position 0 does not rotate, so that the result for a single token is f(x).
@@ -340,11 +341,12 @@ def test_a_norm_after_the_rotation(
 def test_a_factor_has_no_logarithm_but_products() -> None:
     """A product with gates that have one is of factors; an inverse rotation divides by it."""
     x, own, gamma = noise(2, 3, 5, 8), noise(3, 8, seed=1), noise(8, seed=2)
-    both = [Factor(own), Exp(gamma)]
-    product = gates.total("x", x, both, CHANNELS, signed=True)
-    assert_near(product, own[None, :, None] * gamma.exp(), "float64 ways")  # type: ignore[arg-type]
+    both = [Factor(own), Exp(gamma), Scalar(2.0)]
+    ((code, product),) = lower(("x",), [x], [both], RopeSpec(8).at())
+    assert code == schema.FACTOR
+    assert_near(product, 2 * own[None, :, None] * gamma.exp(), "float64 ways")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\[Factor\] the gate must be read by factor\(\)"):
-        gates.total("x", x, both, CHANNELS)
+        both[0].log_factor(CHANNELS)
     y = rotate(x, RopeSpec(8), 3, gate=both[0])
     assert_near(rotate(y, RopeSpec(8), 3, gate=both[0], inverse=True), x, "float64 ways")
 
@@ -361,9 +363,9 @@ def test_scalar_and_products() -> None:
     (grad,) = torch.autograd.grad(Scalar(value).factor(CHANNELS).sum(), value)
     assert_near(grad, torch.tensor(1.0), "float32 ways")
     x, gamma = noise(2, 3, 5, 8), noise(3, 8)
-    log = gates.total("x", x, [Exp(gamma), Scalar(2.0)], CHANNELS)
+    (_, log), of_none = lower("xy", [x, x], [[Exp(gamma), Scalar(2.0)], []], RopeSpec(8).at())
     assert_near(log.exp(), gamma.exp()[None, :, None] * 2, "float64 ways")  # type: ignore[union-attr]
-    assert gates.total("x", x, [], CHANNELS) is None
+    assert of_none == (schema.NO_GATE, None)
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float64])

@@ -13,7 +13,8 @@ from tightrope.activations import RMSNorm
 from tightrope.axes import Axes
 from tightrope.frequencies import Given, Rule
 from tightrope.functional import build_freqs_cis, rotate
-from tightrope.gates import Channels, Scalar, XPos, pair, total
+from tightrope.gates import Channels, Scalar, XPos, pair
+from tightrope.ops.gating import lower
 
 CALLS: dict[str, Callable[..., object]] = {
     **{kind.__name__: kind for kind in frequencies.RULES.values()},
@@ -37,7 +38,7 @@ def turn(**options: Any) -> Callable[[], object]:
 
 
 def fit(name: str, gate: Any) -> Callable[[], object]:
-    return lambda: public("rotate")(total)(name, HEADS, [gate], CHANNELS)
+    return lambda: public("rotate")(lower)((name,), [HEADS], [[gate]], RopeSpec(8).at())
 
 
 paired = public("rotate")(pair)

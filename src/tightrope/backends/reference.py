@@ -14,10 +14,10 @@ from ..ops import gradients, schema
 from ..ops.call import Slots, unpack
 from ..ops.cosines import cos_sin
 from ..ops.definition import define
-from ..ops.eight import encoded, encoded_keys
 from ..ops.layouts import BY_CODE
 from ..ops.memory import shares_memory, shares_slots
 from ..ops.phases import phase_drift, phase_sums, phase_words
+from ..ops.scaled import in_bytes
 from ..ops.schema import library, new_like, options_of, present
 from ..ops.slots import check_distinct, check_range, gather, write, write_all
 
@@ -97,25 +97,17 @@ def rotate_slots_extras(  # noqa: PLR0913, PLR0917  (its parameters are those of
     *arguments: Any,
 ) -> None:
     """Implement ``rotate_slots.extras``; see :mod:`tightrope.ops.schema`."""
-    call, slots, outs = (
-        unpack(q, k, *arguments),
-        Slots(index, values, out_values),
-        present(out_q, out_k),
-    )
+    scales = None if scale is None else (scale, values_scale)
+    slots, outs = Slots(index, values, out_values, scales), present(out_q, out_k)
+    call = unpack(q, k, *arguments)._replace(outs=outs, slots=slots)
     layout = call.layout()
     if shares_slots(call.xs(), outs, slots):
         raise RuntimeError("tightrope::rotate_slots: memory overlaps")
     check_range(slots, outs[-1], layout)
-    if scale is None:
+    if scales is not None:
+        write_all(*in_bytes(call, define), layout)
+    else:
         write_all(define(call), outs, slots, layout)
-        return
-    last, cache = call.only([len(outs) - 1]), outs[-1]
-    keys = encoded_keys(last, scale, cache.dtype, define)
-    if values is not None and out_values is not None and values_scale is not None:
-        values = encoded(values, values_scale, cache.dtype, layout)
-        slots = Slots(index, values.view(torch.uint8), out_values.view(torch.uint8))
-    ys = [] if k is None else define(call.only([0]))
-    write_all([*ys, keys.view(torch.uint8)], [*outs[:-1], cache.view(torch.uint8)], slots, layout)
 
 
 def rotate_slots_(cache: torch.Tensor, index: torch.Tensor, *arguments: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, ClassVar
 
-from .._errors import bad_type, bad_value, public
+from .._errors import bad_type, bad_value, check_flag, public
 from .._value import checked_calls
 from ._row import default
 from ._rule import CONTEXT, TWO_PI, Frequencies, Keys, Rule
@@ -90,8 +90,7 @@ class YaRN(Rule):
         self._length()
         self._positive("attention_factor", optional=True)
         self._positive("mscale", "mscale_all_dim", zero=True, optional=True)
-        if not isinstance(self.truncate, bool):
-            raise bad_type(f"truncate must be a bool but got {self.truncate!r}")
+        check_flag("truncate", self.truncate)
         if not isinstance(self.scales_softmax, bool | None):
             raise bad_type(f"scales_softmax must be a bool or None but got {self.scales_softmax!r}")
         if self.beta_fast < self.beta_slow:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .._errors import bad_type, bad_value, public
+from .._errors import bad_type, bad_value, check_tensor, public
 from .._value import checked_calls
 from ._row import default
 from ._rule import Frequencies, Rule, number
@@ -184,8 +184,7 @@ class Given(Rule):
         >>> Given.of(torch.tensor([1.0, 0.25]))
         Given(inv_freq=(1.0, 0.25))
         """
-        if not isinstance(inv_freq, torch.Tensor) or not inv_freq.is_floating_point():
-            raise bad_type("inv_freq must be a floating tensor", inv_freq=inv_freq)
+        check_tensor("inv_freq", inv_freq, "a floating tensor", sharded=True)
         if 0 in inv_freq.shape[:-1]:
             raise bad_value("inv_freq must have at least one head and axis", inv_freq=inv_freq)
         return cls(inv_freq.detach().double().cpu().tolist())  # type: ignore[arg-type]

@@ -13,13 +13,13 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import torch
 
 from .._errors import (
-    as_real,
     bad_type,
     bad_value,
     describe,
     integer,
     plain_integer,
     public,
+    real,
     unsupported,
 )
 from .._value import Value, dictionary, field_names, from_fields
@@ -347,9 +347,7 @@ def _check_class(kind: type[Rule]) -> None:
 
 def number(field: str, value: object, zero: bool = False) -> float:
     """Check that a value is finite and positive (or 0, if ``zero``); return it as a float."""
-    number = as_real(value)
-    if number is None:
-        raise bad_type(f"{field} must be a number but got {value!r}")
+    number = real(field, value)
     if not (0.0 < number < math.inf or (zero and number == 0.0)):
         rule = "at least 0" if zero else "positive"
         raise bad_value(f"{field} must be {rule} and finite but got {value}")

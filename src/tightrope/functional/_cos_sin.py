@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .._errors import bad_type, bad_value, describe, integer, public
+from .._errors import KINDS, bad_type, bad_value, describe, integer, public
 from ..channels import join_pairs, split_pairs
 from ..frequencies import length
 from ..ops import schema
-from ..ops.checks import DTYPES
 from ..positions import PositionsLike, as_positions
 from ..spec import RopeSpec, SeqLen, prepared
 from ._rotate import rotate
@@ -74,7 +73,10 @@ def cos_sin(
     """
     if tables not in schema.TABLES:
         raise bad_value(f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}")
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+    if (
+        not isinstance(dtype, torch.dtype)
+        or dtype not in KINDS["float32, float64, bfloat16 or float16"]
+    ):
         raise bad_type(
             f"dtype must be float32, float64, bfloat16 or float16 but got {describe(dtype)}"
         )

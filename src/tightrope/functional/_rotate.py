@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from .._errors import bad_type, bad_value, describe, public
+from .._errors import bad_type, bad_value, check_type, describe, public
 from .._rounding import RoundingLike, rounding_pair
 from ..activations import Act, ActLike
 from ..gates import Gate
@@ -273,8 +273,7 @@ def rotary_pos_embedding(
     >>> rotary_pos_embedding(torch.randn(2, 12, 8, 64)).shape
     torch.Size([2, 12, 8, 64])
     """
-    if not isinstance(input_, torch.Tensor):
-        raise bad_type(f"input_ must be a tensor but got {describe(input_)}")
+    check_type("input_", input_)
     if input_.dim() < 2:
         raise bad_value("input_ must have shape (..., seq_len, embed_dim)", input_=input_)
     *lead, tokens, width = input_.shape

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import torch
 
-from .._errors import bad_type, bad_value, describe, public
+from .._errors import bad_type, bad_value, check_type, describe, public
 from ..activations import ActLike
-from ..ops.build import Request, stages_of
+from ..ops.build import stages_of
 from ..ops.call import KEYS, VALUES, Slots
-from ..ops.scaled import ScaleLike, run_scaled
+from ..ops.scaled import ScaleLike, scales_of
 from ..positions import PositionsLike
 from ..spec import Rope
 from ._rotate import GateLike, rotate_with
@@ -84,6 +84,8 @@ def write_kv(  # noqa: PLR0913  (one argument for each tensor)
     >>> q = write_kv(q, k, v, RopeSpec(64), 7, cache=(keys, values), slots=torch.tensor([39]))
     """
     to = _destination(k, v, cache, slots)
+    if cache_scale is not None:
+        to = to._replace(scales=scales_of(cache_scale, v))
     stages = stages_of(act, gate)
     outs = [cache[0]]
     # Of keys alone, the first tensor is k.
@@ -97,32 +99,26 @@ def write_kv(  # noqa: PLR0913  (one argument for each tensor)
     elif stages is not None:
         stages = stages.of_keys()
     names, first, second = tensors
-    if cache_scale is None:
-        call = rope, positions, layout, False, stages, outs, to
-        ys = rotate_with(names, "out", first, second, *call)
-    else:
-        request = Request(*tensors, rope, positions, layout, False, stages, "out", outs, to)
-        ys = run_scaled(request, cache_scale)
+    call = rope, positions, layout, False, stages, outs, to
+    ys = rotate_with(names, "out", first, second, *call)
     return None if q is None else ys[0]  # type: ignore[return-value]
 
 
 def _destination(k: object, v: object, cache: object, slots: object) -> Slots:
     """Check the types of the arguments that name the destination."""
-    if not isinstance(k, torch.Tensor):
-        raise bad_type(f"k must be a tensor but got {describe(k)}")
+    check_type("k", k)
     if not isinstance(cache, (tuple, list)) or len(cache) != 2:
         raise bad_type(
             f"cache must be a pair, the caches of keys and of values, but got {describe(cache)}"
         )
     keys, values = cache
-    if not isinstance(keys, torch.Tensor):
-        raise bad_type(f"{KEYS} must be a tensor but got {describe(keys)}")
+    check_type(KEYS, keys)
     for name, one in (("v", v), (VALUES, values)):
         if one is not None and not isinstance(one, torch.Tensor):
             raise bad_type(f"{name} must be a tensor or None but got {describe(one)}")
     if (v is None) != (values is None):
         lacks = "v" if v is None else VALUES
         raise bad_value(f"v and {VALUES} must both be given, or both be None, but {lacks} is None")
-    if slots is not None and not isinstance(slots, torch.Tensor):
-        raise bad_type(f"slots must be a tensor but got {describe(slots)}")
+    if slots is not None:
+        check_type("slots", slots)
     return Slots(slots, v, values)  # type: ignore[arg-type]

@@ -8,10 +8,9 @@ import torch
 
 from .. import positions
 from .._errors import (
-    bad_type,
     bad_value,
-    check_dense,
-    check_local,
+    check_place,
+    check_tensor,
     describe,
     integer,
     is_dtensor,
@@ -219,8 +218,7 @@ def _positions(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> Posit
         return offset
     if not isinstance(offset, torch.Tensor):
         return integer("offset", offset)
-    if offset.dtype not in positions.DTYPES:
-        raise bad_type("offset must be int32, int64, float32 or float64", offset=offset)
+    check_tensor("offset", offset, "int32, int64, float32 or float64", sharded=True)
     if offset.shape != (x.shape[0],):
         raise bad_value(
             f"offset must be an int or have shape ({x.shape[0]},), one for each row",
@@ -231,7 +229,7 @@ def _positions(x: torch.Tensor, offset: int | torch.Tensor | Positions) -> Posit
 
 
 def _expand_theta(
-    x: torch.Tensor, theta: object, heads: int | None, pairs: int, theta_axis: str
+    x: torch.Tensor, theta: torch.Tensor, heads: int | None, pairs: int, theta_axis: str
 ) -> torch.Tensor:
     """Return θ as float64 ``(heads|1, pairs)``, with 0 for pairs that do not rotate.
 
@@ -242,15 +240,10 @@ def _expand_theta(
         raise bad_value(
             f"theta_axis must be one of {', '.join(THETA_AXES)} but got {describe(theta_axis)}"
         )
-    if not isinstance(theta, torch.Tensor) or not theta.is_floating_point():
-        raise bad_type(f"theta must be a floating tensor but got {describe(theta)}")
-    check_dense("theta", theta)
-    if not is_dtensor(x):
-        check_local("theta", theta)
-    elif not is_dtensor(theta):
+    check_tensor("theta", theta, "a floating tensor", sharded=is_dtensor(x))
+    if is_dtensor(x) and not is_dtensor(theta):
         check_gradient("theta", theta, "x")
-    if theta.device != x.device:
-        raise bad_value(f"theta is on {theta.device} but x is on {x.device}")
+    check_place("theta", theta, "x is", x.device)
     count = 1 if heads is None else heads
     by_head, by_pair = _meanings(theta.shape, count, pairs)
     if theta_axis == "head":

@@ -25,8 +25,9 @@ from .._errors import (
     as_real,
     bad_type,
     bad_value,
-    check_dense,
-    check_local,
+    check_place,
+    check_tensor,
+    check_type,
     describe,
     integer,
     is_dtensor,
@@ -134,8 +135,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     order = layout_named(layout)
     if order.dims != 4:
         raise bad_value(f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
-    if not isinstance(k, torch.Tensor):
-        raise bad_type(f"k must be a tensor but got {describe(k)}")
+    check_type("k", k)
     check_state(state, sharded=is_dtensor(k))
     if state is not None and isinstance(rope, RopeSpec):
         if rope.by_length:
@@ -358,9 +358,7 @@ def decays(given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
     if given is None:
         return k.new_zeros(1, 1, tokens, 1)
     if isinstance(given, torch.Tensor):
-        _check_plain("log_decay", given)
-        if not given.is_floating_point():
-            raise bad_type(f"log_decay must be floating but got {given.dtype}")
+        check_tensor("log_decay", given, "a floating tensor")
         shape = {0: (1, 1, 1, 1), 2: (1, *given.shape[:1], 1, *given.shape[1:]), 4: given.shape}
         view = given.reshape(shape[given.dim()]) if given.dim() in shape else None
         if view is None or not all(map(broadcasts, view.shape, k.shape)):
@@ -374,10 +372,7 @@ def decays(given: torch.Tensor | float | None, k: torch.Tensor) -> torch.Tensor:
             raise bad_value(
                 f"log_decay must be at most 0 but reaches {given.max().item()}", log_decay=given
             )
-        if given.device != k.device:
-            raise bad_value(
-                f"log_decay is on {given.device} but k is on {k.device}", log_decay=given
-            )
+        check_place("log_decay", given, "k is", k.device)
         made = view.to(k)
     else:
         decay = as_real(given)
@@ -401,7 +396,7 @@ def _checked_values(q: torch.Tensor, k: torch.Tensor, v: object, order: Layout) 
         if isinstance(v, torch.Tensor) and v.device != k.device:
             found = f" but is on {v.device}"
         raise bad_type(f"v must be a tensor of {k.dtype} on {k.device}{found}", v=v)
-    _check_plain("v", v)
+    check_tensor("v", v)
     view = order.to_bhsd(v) if v.dim() == 4 else v
     if v.dim() != 4 or view.shape[:3] != k.shape[:3]:
         raise bad_value(
@@ -435,8 +430,7 @@ def scanned(
     else:
         memory, seen = state
         shape = rows, kv_heads, channels, values
-        if memory.device != k.device:
-            raise bad_value(f"state is on {memory.device} but k is on {k.device}", memory=memory)
+        check_place("state", memory, "k is", k.device)
         if memory.shape != shape or memory.dtype != k.dtype:
             raise bad_value(
                 f"state must have a memory {str(k.dtype).removeprefix('torch.')}{list(shape)} for this "
@@ -488,12 +482,4 @@ def check_state(state: object, sharded: bool = False) -> None:
         raise bad_type(
             f"state must be None or a state returned by {OPERATION} but got {describe(state)}"
         )
-    check_dense("the memory of state", state.memory)
-    if not sharded:
-        check_local("the memory of state", state.memory)
-
-
-def _check_plain(name: str, x: torch.Tensor) -> None:
-    """Raise a TypeError if x is sparse, nested or a DTensor."""
-    check_dense(name, x)
-    check_local(name, x)
+    check_tensor("the memory of state", state.memory, sharded=sharded)

@@ -11,10 +11,11 @@ import torch
 from .._errors import (
     as_passed,
     bad_index,
-    bad_type,
     bad_value,
-    check_local,
-    describe,
+    check_flag,
+    check_place,
+    check_tensor,
+    check_type,
     integer,
     is_dtensor,
     one_or,
@@ -28,7 +29,6 @@ from ..ops import registry, schema, sharded
 from ..ops.build import forced_for
 from ..ops.call import Call, Extras
 from ..ops.checks import (
-    check_flag,
     check_floating,
     check_partner,
     shape_of,
@@ -459,8 +459,7 @@ def _build(
 
 
 def _layout(q: torch.Tensor, unsqueeze_dim: int) -> Layout:
-    if not isinstance(q, torch.Tensor):
-        raise bad_type(f"q must be a tensor but got {describe(q)}")
+    check_type("q", q)
     dims = q.dim()
     name = _LAYOUTS.get((dims, unsqueeze_dim + dims if unsqueeze_dim < 0 else unsqueeze_dim))
     if name is None:
@@ -484,8 +483,7 @@ def _check_tables(
     shape = cos.shape
     if shape != sin.shape or cos.dtype != sin.dtype or cos.device != sin.device:
         raise bad_value("cos and sin must share shape, dtype and device", cos=cos, sin=sin)
-    if cos.device != q.device:
-        raise bad_value(f"cos and sin are on {cos.device} but q is on {q.device}", cos=cos)
+    check_place("cos", cos, "q is", q.device)
     width = shape[-1] if shape else 0
     if tables != "half" and width % 2:
         raise bad_value(f"tables {tables!r} must have an even width but got {width}", cos=cos)
@@ -584,12 +582,7 @@ def _ids(
     q: torch.Tensor,
     layout: Layout,
 ) -> torch.Tensor:
-    if not isinstance(position_ids, torch.Tensor) or position_ids.dtype not in (
-        torch.int64,
-        torch.int32,
-    ):
-        raise bad_type(f"position_ids must be int32 or int64 but got {describe(position_ids)}")
-    check_local("position_ids", position_ids)
+    check_tensor("position_ids", position_ids, "int32 or int64")
     rows = 1 if layout.row is None else q.shape[layout.row]
     *lead, last = position_ids.shape or (-1,)
     # Each is compared by itself: in compiled code, sizes may be symbols, which a tuple of tuples does not compare.
@@ -600,8 +593,7 @@ def _ids(
             q=q,
             position_ids=position_ids,
         )
-    if position_ids.device != q.device:
-        raise bad_value(f"position_ids are on {position_ids.device} but q is on {q.device}")
+    check_place("position_ids", position_ids, "q is", q.device)
     _check_inside(position_ids, length)
     return position_ids[None, None] if position_ids.dim() == 1 else position_ids[None]
 

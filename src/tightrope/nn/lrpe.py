@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from .. import functional
-from .._errors import bad_type, bad_value, describe, integer, public
+from .._errors import bad_value, check_flag, check_type, describe, integer, public, real
 from ..activations import ACTS, RMS_NORM, SOFTMAX
 from ..channels import Channels
-from ..ops.checks import check_count, check_dtype, check_flag
+from ..ops.checks import check_count, check_dtype
 from ..positions import Positions
 
 # Values of `per`: θ has one number for each of these.
@@ -116,8 +116,7 @@ class LrpeRotate1d(torch.nn.Module):
             ValueError: a wrong number of channels or heads, or an offset that does not fit.
             TypeError: a tensor or offset of an unsupported dtype.
         """
-        if not isinstance(x, torch.Tensor):
-            raise bad_type(f"x must be a tensor but got {describe(x)}")
+        check_type("x", x)
         if x.dim() not in (3, 4) or x.shape[-1] != self.head_dim:
             heads = "heads" if self.num_heads is None else self.num_heads
             raise bad_value(
@@ -180,7 +179,5 @@ def _check_options(
     if dim not in ((-1, 1) if act == ACTS[SOFTMAX] else (None,)):
         wanted = "-1 or 1" if act == ACTS[SOFTMAX] else "None"
         raise bad_value(f"dim must be {wanted} for act {act!r} but got {dim!r}")
-    if isinstance(base, bool) or not isinstance(base, (int, float)):
-        raise bad_type(f"base must be a number but got {describe(base)}")
-    if not 0 < base < float("inf"):
+    if not 0 < real("base", base) < float("inf"):
         raise bad_value(f"base must be positive and finite but got {base}")

@@ -9,11 +9,20 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from .. import functional, gates as gates_
-from .._errors import bad_type, bad_value, describe, public
+from .._errors import (
+    bad_type,
+    bad_value,
+    check_flag,
+    check_place,
+    check_type,
+    describe,
+    public,
+    real,
+)
 from ..channels import Channels
 from ..gates import Exp, Gate, Slope
 from ..ops.build import Stages
-from ..ops.checks import check_count, check_dtype, check_flag
+from ..ops.checks import check_count, check_dtype
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, RopeSpec
 from .rotary import prepared_by
@@ -202,9 +211,7 @@ class PolarRoPEAttention(torch.nn.Module):
             raise bad_value(
                 f"gate must be None, 'slope' or a gate of tightrope.gates but got {gate!r}"
             )
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
-            raise bad_type(f"dropout must be a number but got {describe(dropout)}")
-        if not 0.0 <= dropout < 1.0:
+        if not 0.0 <= real("dropout", dropout) < 1.0:
             raise bad_value(f"dropout must lie in [0, 1) but got {dropout}")
         self.spec = spec
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, kv_heads
@@ -342,7 +349,7 @@ class PolarRoPEAttention(torch.nn.Module):
         if given is None:
             return mask, False
         _check_mask(given, (rows, heads, tokens, keys))
-        _check_place("attn_mask", given, "x is", q.device)
+        check_place("attn_mask", given, "x is", q.device)
         if given.dtype == torch.bool:
             return given if mask is None else mask & given, False
         added = given.to(q.dtype)
@@ -405,19 +412,13 @@ def _check_options(
     check_dtype(dtype)
 
 
-def _check_input(x: object, weight: torch.Tensor) -> None:
+def _check_input(x: torch.Tensor, weight: torch.Tensor) -> None:
     width = weight.shape[1]
-    if not isinstance(x, torch.Tensor):
-        raise bad_type(f"x must be a tensor but got {describe(x)}")
+    check_type("x", x)
     if x.dim() != 3 or x.shape[-1] != width:
         raise bad_value(f"x must have shape (batch, tokens, {width})", x=x)
     # torch silently accepts a meta tensor (which has no data) here.
-    _check_place("x", x, "the parameters are", weight.device)
-
-
-def _check_place(name: str, x: torch.Tensor, other: str, device: torch.device) -> None:
-    if x.device != device:
-        raise bad_value(f"{name} is on {x.device} but {other} on {device}")
+    check_place("x", x, "the parameters are", weight.device)
 
 
 def _check_mask(mask: object, full: tuple[int, int, int, int]) -> None:

@@ -8,11 +8,19 @@ from typing import Any
 import torch
 
 from .. import functional
-from .._errors import bad_type, bad_value, class_of, describe, integer, public, sentence
+from .._errors import (
+    bad_value,
+    check_flag,
+    check_type,
+    class_of,
+    integer,
+    public,
+    sentence,
+)
 from .._rounding import RoundingLike, rounding_pair
 from ..axes import Axes
 from ..frequencies import Rule
-from ..ops.checks import check_flag, layout_named
+from ..ops.checks import layout_named
 from ..positions import PositionsLike, as_positions
 from ..spec import PreparedRotation, Rope, RopeSpec, SeqLen, prepared
 
@@ -280,8 +288,7 @@ class RotaryPositionalEmbedding(_Rotary):
             ValueError: an invalid ``seq_dim``, too few channels, or ids that do not fit.
             TypeError: a tensor or ids of an unsupported dtype, or a ``seq_dim`` that is not an int.
         """
-        if not isinstance(x, torch.Tensor):
-            raise bad_type(f"x must be a tensor but got {describe(x)}")
+        check_type("x", x)
         dims, seq_dim = x.dim(), integer("seq_dim", seq_dim)
         if not -dims <= seq_dim < dims or seq_dim % dims == dims - 1:
             raise bad_value(

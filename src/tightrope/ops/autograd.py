@@ -10,7 +10,6 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from .._errors import is_dtensor
 from .._tracing import is_transformed
 from ..activations import NONE
 from . import gradients, schema
@@ -136,13 +135,11 @@ def save(
     call: Call,
     needs: Call,
     outputs: Sequence[torch.Tensor],
-    watched: Sequence[torch.Tensor] = (),
 ) -> None:
     """Save the tensors that the backward pass reads; q, k and the results only if a gradient needs them.
 
     Args:
         needs: the call with a bool in place of each tensor: whether that tensor needs a gradient.
-        watched: tensors that must not change before the backward pass.
     """
     options = call.options
     angles, tables, gates = _needed(needs)
@@ -156,8 +153,7 @@ def save(
         call = call._replace(q=None, k=None)
     tensors = call.tensors()
     ctx.needs, ctx.template, ctx.count = needs, template_of(call), len(tensors)
-    ctx.results = len(outputs) if from_outputs else 0
-    ctx.save_for_backward(*tensors, *(outputs if from_outputs else ()), *watched)
+    ctx.save_for_backward(*tensors, *(outputs if from_outputs else ()))
 
 
 def _needed(needs: Call) -> tuple[bool, bool, bool]:
@@ -171,22 +167,18 @@ def gradients_of(
     ctx: Any,
     grads: Sequence[torch.Tensor | None],
     needed: Sequence[bool],
-    to_local: Callable[[Any], torch.Tensor] | None = None,
 ) -> Call:
     """Compute the gradient of each tensor of a call; return the call with gradients in place of tensors.
 
     Args:
         grads: gradient of each result.
         needed: whether q and k need a gradient.
-        to_local: converts saved tensors that are DTensors.
     """
     found: Call = ctx.template([None] * ctx.count)
     if all(grad is None for grad in grads):
         return found
     # Read once: checkpointing allows no second read.
-    saved = ctx.saved_tensors[: ctx.count + ctx.results]
-    if to_local is not None:
-        saved = [to_local(t) if is_dtensor(t) else t for t in saved]
+    saved = ctx.saved_tensors
     call: Call = ctx.template(saved[: ctx.count])
     inputs, outputs = call.xs() if call.q is not None else [], saved[ctx.count :]
     options, parts, needs = call.options, call.extras, ctx.needs

@@ -8,18 +8,17 @@ from typing import NamedTuple
 import torch
 
 from .. import activations, gates as gates_
-from .._errors import bad_type, bad_value, unsupported
+from .._errors import bad_type, bad_value, check_flag, unsupported
 from .._rounding import ONCE, codes_of
 from ..activations import Act, RMSNorm, code_of
 from ..channels import Channels
 from ..gates import Gate
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, Rope
-from . import gating, learned, phased, registry, schema
+from . import gating, learned, phased, registry, scaled, schema
 from .call import Call, Extras, Slots
 from .checks import (
     Operands,
-    check_flag,
     check_outs,
     layout_named,
     prepare,
@@ -112,6 +111,7 @@ def build(request: Request) -> list[Call]:
         check_outs(names, xs, request.outs, cache=request.slots is not None)
         if request.slots is not None:
             check_slots(request.slots, names[-1], xs[-1], request.outs[-1], layout)
+            scaled.check_heads(request.slots, xs[-1], layout)
     return calls
 
 

@@ -97,11 +97,13 @@ class Slots(NamedTuple):
             the cache has the shape of the keys, for example a slice of a contiguous one.
         values: tensor to copy to the same slots, or None.
         cache: the cache for it.
+        scales: the scales of keys and of values, for caches in 8 bits; else None. See :mod:`.scaled`.
     """
 
     slot: Any
     values: torch.Tensor | None = None
     cache: torch.Tensor | None = None
+    scales: tuple[Any, Any] | None = None
 
     def written(self) -> list[torch.Tensor]:
         """Return the cache for values, if there is one."""

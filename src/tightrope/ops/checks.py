@@ -14,6 +14,7 @@ from .._errors import (
     bad_value,
     check_dense,
     check_local,
+    check_tensor,
     describe,
     integer,
     one_or,
@@ -24,8 +25,6 @@ from ..spec import PreparedRotation, Rope, RopeSpec, prepared
 from .call import KEYS
 from .layouts import BY_NAME, WITH_ROWS, Layout
 from .memory import check_not_negated
-
-DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 def layout_named(name: str) -> Layout:
@@ -181,12 +180,6 @@ def _which_of(rope: object) -> str:
     return ""
 
 
-def check_flag(name: str, value: object) -> None:
-    """Refuse anything but a bool; the string "false", for example, would count as true."""
-    if not isinstance(value, bool):
-        raise bad_type(f"{name} must be a bool but got {describe(value)}")
-
-
 def check_dtype(dtype: object) -> None:
     """Refuse anything but a floating dtype or None (the default dtype) for parameters."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -221,20 +214,11 @@ def _if_nested(name: str, x: torch.Tensor) -> str:
     )
 
 
-def check_floating(name: str, x: object, sharded: bool = False) -> None:
+def check_floating(name: str, x: torch.Tensor, sharded: bool = False) -> None:
     """Refuse anything but a dense tensor of a supported dtype; a DTensor too, unless ``sharded``."""
-    if not isinstance(x, torch.Tensor):
-        raise bad_type(f"{name} must be a tensor but got {describe(x)}")
-    check_dense(name, x)
-    if not sharded:
-        check_local(name, x)
-    if x.dtype not in DTYPES:
-        maybe_ids = name == "k" and x.dtype in (torch.int64, torch.int32)
-        raise bad_type(
-            f"{name} must be float32, float64, bfloat16 or float16 but got "
-            f"{str(x.dtype).removeprefix('torch.')}{'; pass ids as positions=' * maybe_ids}",
-            **{name: x},
-        )
+    maybe_ids = name == "k" and isinstance(x, torch.Tensor) and not x.is_floating_point()
+    hint = "; pass ids as positions=" * maybe_ids
+    check_tensor(name, x, "float32, float64, bfloat16 or float16", sharded=sharded, hint=hint)
 
 
 def shape_of(name: str, x: torch.Tensor, layout: Layout, sharded: bool = False) -> torch.Size:

@@ -43,16 +43,18 @@ def lower(
     for name, x, own in zip(names, xs, gates):
         if any(gate.by_position for gate in own) and where is None:
             where = _token_positions(rotation, x.shape[2], x.device)
-        first = own[0] if len(own) == 1 else None
-        if isinstance(first, Slope) and not _needs_log(rotation):
-            gates_.check_own(name, x, first)
-            rates = first.rates(channels, x.dtype).to(x.device)
-            gates_.check_fit(name, x, first, (1, rates.shape[0], 1))
-            found.append((SLOPE, rates))
-        else:
-            signed = any(gate.signed for gate in own)
-            total = gates_.total(name, x, own, channels, where, signed)
-            found.append((NO_GATE if total is None else FACTOR if signed else LOG, total))
+        signed, total = any(gate.signed for gate in own), None
+        code = FACTOR if signed else LOG if own else NO_GATE
+        for gate in own:
+            gates_.check_own(name, x, gate)
+            if len(own) == 1 and isinstance(gate, Slope) and not _needs_log(rotation):
+                code, one = SLOPE, gate.rates(channels, x.dtype).to(x.device)
+                gates_.check_fit(name, x, gate, (1, one.shape[0], 1))
+            else:
+                one = gates_.on(gate, x, channels, where, signed)
+                gates_.check_fit(name, x, gate, one.shape)
+            total = one if total is None else total * one if signed else total + one
+        found.append((code, total))
     return found
 
 
@@ -94,9 +96,9 @@ def _lower_one_quickly(
 ) -> tuple[int, torch.Tensor] | None:
     channels = rotation.channels
     if gate.signed:
-        return FACTOR, gate.factor_on(x, channels)
+        return FACTOR, gates_.on(gate, x, channels, signed=True)
     if not gate.by_position:
-        return LOG, gate.log_on(x, channels)
+        return LOG, gates_.on(gate, x, channels)
     if _needs_log(rotation):
         return None
     if isinstance(gate, Slope):
@@ -107,7 +109,7 @@ def _lower_one_quickly(
     tokens = x.shape[where.token]
 
     def make() -> torch.Tensor:
-        return gate.log_on(x, channels, _token_positions(rotation, tokens, x.device))
+        return gates_.on(gate, x, channels, _token_positions(rotation, tokens, x.device))
 
     # Unless ids are on a device, all layers share the logarithm.
     return LOG, rotation.kept.find((gate, x.dtype, tokens), rotation.ids, x.device, make)

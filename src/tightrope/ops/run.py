@@ -17,7 +17,7 @@ from .._tracing import have_tangents, is_repeated, needs_plain
 from ..activations import NONE
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, Rope
-from . import memory
+from . import memory, scaled
 from .autograd import InPlace, OutOfPlace, Rotation, template_of
 from .build import Request, Stages, build
 from .call import Call, Slots, pack, tensors_of
@@ -172,7 +172,9 @@ def has_phases(rope: object) -> bool:
 def _are_plain(
     q: torch.Tensor, k: torch.Tensor | None, outs: Sequence[torch.Tensor], slots: Slots
 ) -> bool:
-    slot, values, cache = slots
+    slot, values, cache, scales = slots
+    if scales is not None:
+        return False
     if values is not None and cache is not None:
         if not (is_plain(values) and is_plain(cache)) or values.is_neg() or cache.is_neg():
             return False
@@ -255,9 +257,11 @@ def _run(call: Call, way: Way) -> Results:
     # Selective checkpointing may skip an operator in the repeated pass, and what it wrote in the first
     # would be missing. A copy is always repeated.
     repeated = is_repeated()
-    if way.route == KERNEL and not repeated:
+    eight = call.slots is not None and call.slots.scales is not None
+    encodes = not eight or call.q.device.type not in scaled.WITHOUT_SCALES
+    if way.route == KERNEL and encodes and not repeated:
         return _write_by_kernel(call)
-    if way.route == TRACED and not (way.transformed or way.needs_grad):
+    if way.route == TRACED and encodes and not (way.transformed or way.needs_grad):
         _write(call)
         return written
     # Transforms check the memory of the tensors that they wrap.
@@ -271,11 +275,12 @@ def _run(call: Call, way: Way) -> Results:
             return _in_place_by_autograd(call)
     if call.verb == "in place" and (way.route == DEFINITION or call.keeps_inputs()):
         call = call.copied()
-    ys = _new(call, way)
     if call.slots is not None:
         check_range(call.slots, written[-1], call.layout())
-        write_all(ys, written, call.slots, call.layout())
+        rotated = scaled.in_bytes(call, lambda one: _new(one, way)) if eight else None
+        write_all(*(rotated or (_new(call, way), written, call.slots)), call.layout())
         return written
+    ys = _new(call, way)
     for x, y in zip(written, ys, strict=True):
         x.copy_(y)  # visible to autograd and transforms
     return written
@@ -321,16 +326,17 @@ def _write_out(
     q: torch.Tensor, k: torch.Tensor | None, outs: Results, slots: Slots | None, packed: Packed
 ) -> None:
     """Call the operator that writes into ``out``."""
-    if slots is None or slots.slot is None:
+    if slots is None or (slots.slot is None and slots.scales is None):
         OUT.for_(packed)(q, k, *pair(outs), *packed)
         if slots is not None and slots.values is not None and slots.cache is not None:
             slots.cache.copy_(slots.values)
         return
-    slot, values, cache = slots
-    if values is None and len(packed) == _PLAIN:
+    slot, values, cache, scales = slots
+    if values is None and scales is None and len(packed) == _PLAIN:
         SLOTS.plain(q, k, *pair(outs), slot, *packed)
     else:
-        more = *pair(outs), cache, slot, None, None
+        of = (None, None) if scales is None else scaled.on(slots, q.device)
+        more = *pair(outs), cache, slot, *of
         SLOTS.carrying(q, k, values, *more, *with_extras(packed))
 
 
@@ -414,7 +420,7 @@ def _check_mode(call: Call, way: Way) -> None:
 
 
 def _check_out_grad(call: Call, way: Way) -> None:
-    if call.slots is not None and torch.is_grad_enabled() and any_requires_grad(call.slots):
+    if call.slots is not None and torch.is_grad_enabled() and any_requires_grad(call.slots[:3]):
         raise bad_value(
             "v and its cache must not require grad: what is written to a cache has no gradient; use "
             "torch.no_grad()"

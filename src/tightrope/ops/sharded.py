@@ -21,14 +21,13 @@ from .._tracing import have_tangents
 from ..activations import NONE, RMSNorm
 from ..spec import PreparedRotation
 from . import checks, memory
-from .autograd import Template, gradients_of, save, template_of
 from .build import Request, Stages, build
-from .call import Call, pack
+from .call import Call
 from .checks import Operands, layout_named
 from .layouts import Layout
-from .route import AUTOGRAD, any_requires_grad, learns_angles, route
+from .route import any_requires_grad, learns_angles, route
 from .run import Results, run, run_quick
-from .schema import NEW, pair, present
+from .schema import pair, present
 
 ROW, HEAD, TOKEN = "row", "head", "token"
 
@@ -162,12 +161,14 @@ def perform(request: Request) -> Results:
     parts, outs = parts_of(names, xs, layout), request.outs
     request, watched = local_request(request, Operands(names, xs, layout, sharded=True), parts)
     found: Results | None = None
-    if request.verb != "out" and not (torch.is_grad_enabled() and any_requires_grad(xs)):
-        local = request.q, request.k, request.rope, None, layout.name
-        found = run_quick(names, request.verb, *local, request.inverse, request.stages)
+    learns = torch.is_grad_enabled() and any_requires_grad(xs)
+    if request.verb == "new" or (request.verb == "in place" and not learns):
+        q, k = pair(to_local(*xs))
+        how = request.rope, None, layout.name, request.inverse, request.stages
+        found = run_quick(names, request.verb, q, k, *how)
     if found is None:
         return run_local(build(request), xs, watched, outs)
-    return to_dtensors(found, xs) if request.verb == "new" else _written(xs)
+    return to_dtensors(found, xs, watched) if request.verb == "new" else _written(xs)
 
 
 def run_local(
@@ -210,10 +211,8 @@ def run_local(
 def _new(call: Call, watched: Sequence[Any]) -> Results:
     """Rotate the DTensors of a call into new ones."""
     xs = call.xs()
-    if route(call).route == AUTOGRAD:
-        return _OutOfPlace.apply(template_of(call), tuple(watched), *call.tensors())  # type: ignore[no-any-return, no-untyped-call]
     ys = run([call.on(to_local(*xs))._replace(verb="new")])
-    # What the backward pass of the definition may read, for angles, tables or gates.
+    # What the backward pass may read, for angles, tables or gates.
     learn = learns_angles(call)
     reads = learn or call.options.act != NONE
     return to_dtensors(ys, xs, [*watched, *(xs if reads else ())], learn)
@@ -553,37 +552,6 @@ def from_local(
             if other < own or (other == own and inner > dim):
                 stride[dim] *= max(shape[inner], 1)
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=tuple(stride))
-
-
-class _OutOfPlace(torch.autograd.Function):
-    """:class:`.autograd.OutOfPlace` of DTensors, which converts them on its way.
-
-    The backward pass of a call reads local tensors, whose version counters do not count changes of their
-    DTensors. So this function saves DTensors: q, k and results where they are read, and ``watched``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, template: Template, watched: tuple[Any, ...], *tensors: Any) -> Any:
-        whole = template(tensors)
-        xs: Sequence[Any] = whole.xs()
-        packed = pack(whole)
-        with torch._C._AutoDispatchBelowAutograd():
-            ys = NEW.for_(packed)(*pair([local_of(x) for x in xs]), *packed)
-        found = tuple(to_dtensors(ys, xs))
-        needs = ctx.needs_input_grad[2:]
-        save(ctx, whole, template(needs), found, watched)
-        if not any(needs[2:]):
-            ctx.mark_non_differentiable(*[y for y, needed in zip(found, needs) if not needed])
-        ctx.set_materialize_grads(False)
-        ctx.places = _places(xs)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        locals_ = _local_gradients(grads, [spec for spec, _ in ctx.places])
-        found = gradients_of(ctx, locals_, ctx.needs_input_grad[2:4], lambda x: to_local(x)[0])
-        q, k = pair(_placed_gradients((found.q, found.k), ctx.places))  # type: ignore[arg-type]
-        return None, None, *found._replace(q=q, k=k).tensors()
 
 
 class _FromLocal(torch.autograd.Function):

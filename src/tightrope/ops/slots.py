@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from .._errors import bad_index, bad_type, bad_value, check_dense, check_local, describe
+from .._errors import bad_index, bad_type, bad_value, check_tensor
 from .call import KEYS, VALUES, Slots
 from .checks import check_floating, for_float8
 from .layouts import BY_NAME, WITH_ROWS, Layout
 from .memory import check_not_negated
+from .scaled import check_formats
 
 
 def names_of(outs: Sequence[torch.Tensor], slots: Slots | None) -> list[str]:
@@ -31,19 +32,17 @@ def layout_of_cache(layout: Layout, dims: int) -> Layout:
 
 
 def check_slots(
-    slots: Slots, name: str, x: torch.Tensor, out: torch.Tensor, layout: Layout, eight: bool = False
+    slots: Slots, name: str, x: torch.Tensor, out: torch.Tensor, layout: Layout
 ) -> None:
-    """Check shapes, dtypes and devices of a cache for keys x, of slots, and of values and their cache.
-
-    Args:
-        eight: whether the caches are in 8 bits, so that they have another dtype than keys and values.
-    """
-    index, values, cache = slots
+    """Check shapes, dtypes and devices of a cache for keys x, of slots, and of values and their cache."""
+    index, values, cache, scales = slots
+    eight = scales is not None  # caches of another dtype than keys and values
+    if scales is not None:
+        check_formats(slots, out)
     rows, tokens = 1 if layout.row is None else x.shape[layout.row], x.shape[layout.token]
     for one, tensor in (("slots", index), ("v", values), (VALUES, cache)):
         if tensor is not None:
-            check_dense(one, tensor)
-            check_local(one, tensor)
+            check_tensor(one, tensor)
     if cache is not None:
         check_not_negated(VALUES, cache)
     if index is None:
@@ -175,13 +174,10 @@ def check_distinct(index: torch.Tensor) -> None:
         )
 
 
-def check_entries(index: object, name: str, cache: torch.Tensor, layout: Layout) -> None:
+def check_entries(index: torch.Tensor, name: str, cache: torch.Tensor, layout: Layout) -> None:
     """Check a cache whose entries rotate in place, and their slots."""
     check_floating(name, cache)
-    if not isinstance(index, torch.Tensor):
-        raise bad_type(f"slots must be a tensor but got {describe(index)}")
-    check_dense("slots", index)
-    check_local("slots", index)
+    check_tensor("slots", index)
     _check_index(index, name, cache)
     own = layout_of_cache(layout, cache.dim())
     if cache.dim() != own.dims:

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _tracing
-from .._errors import bad_type, bad_value, check_dense, check_local, describe, public
+from .._errors import bad_type, bad_value, check_place, check_tensor, describe, public
 from .._namespace import operators
 from .._tracing import broadcasts
 from ..positions._line import check_cu_seqlens
 from . import _definition
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class PhaseState(NamedTuple):
@@ -230,27 +228,16 @@ def _versions_of(arguments: tuple[object, ...]) -> list[int] | None:
     return [x._version for x in tensors]
 
 
-def _check_angles(name: str, x: object) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise bad_type(f"{name} must be a tensor but got {describe(x)}")
-    if x.dtype not in _DTYPES:
-        raise bad_type(f"{name} must be float16, bfloat16, float32 or float64", **{name: x})
-    check_dense(name, x)
-    check_local(name, x)
+def _check_angles(name: str, x: torch.Tensor) -> None:
+    check_tensor(name, x, "float32, float64, bfloat16 or float16")
     if x.dim() != 4:
         raise bad_value(f"{name} must have shape (rows|1, heads|1, tokens, pairs|1)", **{name: x})
 
 
-def starts_of(increments: torch.Tensor, reset: object) -> torch.Tensor:
+def starts_of(increments: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
     """Return the tokens that start a sum as bool ``[rows|1, tokens]``."""
-    if not isinstance(reset, torch.Tensor):
-        raise bad_type(f"reset must be None or a tensor but got {describe(reset)}")
-    check_dense("reset", reset)
-    check_local("reset", reset)
-    if reset.device != increments.device:
-        raise bad_value(
-            f"reset is on {reset.device} but increments are on {increments.device}", reset=reset
-        )
+    check_tensor("reset", reset)
+    check_place("reset", reset, "increments are", increments.device)
     tokens = increments.shape[2]
     if reset.dtype in (torch.int32, torch.int64):
         check_cu_seqlens(reset, tokens)
@@ -272,18 +259,10 @@ def starts_of(increments: torch.Tensor, reset: object) -> torch.Tensor:
 def _check_state(increments: torch.Tensor, state: object) -> None:
     if not isinstance(state, PhaseState):
         raise bad_type(f"state must be None or the state of phases but got {describe(state)}")
-    for name, x in zip(("words", "drift"), state if state.drift is not None else state[:1]):
-        if not isinstance(x, torch.Tensor) or (
-            x.dtype != torch.int64 if name == "words" else not x.is_floating_point()
-        ):
-            kind = "int64" if name == "words" else "floating"
-            raise bad_type(f"{name} of state must be a tensor that is {kind}", **{name: x})
-        check_dense(f"{name} of state", x)
-        check_local(f"{name} of state", x)
-        if x.device != increments.device:
-            raise bad_value(
-                f"state is on {x.device} but increments are on {increments.device}", **{name: x}
-            )
+    held: tuple[Any, ...] = state if state.drift is not None else state[:1]
+    for name, x in zip(("words", "drift"), held):
+        check_tensor(f"{name} of state", x, "int64" if name == "words" else "a floating tensor")
+        check_place("state", x, "increments are", increments.device)
         _, heads, _, pairs = increments.shape
         if x.dim() != 3 or x.shape[1] != heads or x.shape[2] != pairs:
             raise bad_value(

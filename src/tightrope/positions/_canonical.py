@@ -9,17 +9,18 @@ from typing import TypeAlias
 import torch
 
 from .._errors import (
+    KINDS,
     as_integer,
     bad_type,
     bad_value,
-    check_dense,
+    check_flag,
     check_local,
-    describe,
+    check_tensor,
     integer,
     public,
 )
 
-DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
+DTYPES = KINDS["int32, int64, float32 or float64"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +50,7 @@ class Positions:
         if type(offset) is not int:
             offset = integer("offset", offset, "; give fractions and tensors as ids")
         check_fits("offset", offset)
-        if not isinstance(self.add_index, bool):
-            raise bad_type(f"add_index must be a bool but got {describe(self.add_index)}")
+        check_flag("add_index", self.add_index)
         if self.ids is None:
             return
         # FSDP2 casts floating tensors in dataclasses that are inputs of a module.
@@ -182,16 +182,9 @@ def check_axes(where: Positions, axes: int, name: str = "positions") -> None:
 def check_dtype(
     ids: object, name: str = "positions", sharded: bool = False, hint: str = ""
 ) -> None:
-    if not isinstance(ids, torch.Tensor):
-        raise bad_type(f"{name} must be a tensor but got {describe(ids)}")
-    if ids.dtype not in DTYPES:
-        raise bad_type(
-            f"{name} must be int32, int64, float32 or float64{hint or _way(name, ids.dtype)}",
-            **{name: ids},
-        )
-    check_dense(name, ids)
-    if not sharded:
-        check_local(name, ids)
+    if isinstance(ids, torch.Tensor):
+        hint = hint or _way(name, ids.dtype)
+    check_tensor(name, ids, "int32, int64, float32 or float64", sharded=sharded, hint=hint)
 
 
 def _way(name: str, dtype: torch.dtype) -> str:

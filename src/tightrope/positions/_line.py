@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from .._errors import as_integer, bad_type, bad_value, check_local, describe, public
+from .._errors import as_integer, bad_type, bad_value, check_local, check_tensor, describe, public
 from .._tracing import is_readable
 from ._canonical import (
     Positions,
@@ -167,12 +167,7 @@ def left_padded(attention_mask: torch.Tensor) -> Positions:
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None) -> int:
     """Validate ``cu_seqlens`` and return the number of tokens."""
-    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dtype not in (
-        torch.int64,
-        torch.int32,
-    ):
-        raise bad_type(f"cu_seqlens must be int32 or int64 but got {describe(cu_seqlens)}")
-    check_local("cu_seqlens", cu_seqlens)
+    check_tensor("cu_seqlens", cu_seqlens, "int32 or int64")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise bad_value(
             "cu_seqlens must have shape (sequences + 1,) with at least one sequence",

@@ -14,7 +14,8 @@ from .._errors import (
     as_passed,
     bad_type,
     bad_value,
-    check_dense,
+    check_place,
+    check_tensor,
     describe,
     is_dtensor,
     outside,
@@ -423,15 +424,11 @@ def prepared(
 
 
 def check_inv_freq(
-    inv_freq: object, words: torch.Tensor, device: torch.device, stack: Stack | None
+    inv_freq: torch.Tensor, words: torch.Tensor, device: torch.device, stack: Stack | None
 ) -> None:
     """Refuse frequencies that cannot replace phase words ``[axes, rows, heads, pairs]`` on a device."""
     _check_exact("inv_freq", stack)
-    if not isinstance(inv_freq, torch.Tensor) or inv_freq.dtype not in _FLOATING:
-        raise bad_type(
-            f"inv_freq must be a tensor of float32, float64, bfloat16 or float16 but got {describe(inv_freq)}"
-        )
-    check_dense("inv_freq", inv_freq)
+    check_tensor("inv_freq", inv_freq, "float32, float64, bfloat16 or float16", sharded=True)
     axes, pairs, dims = words.shape[0], words.shape[-1], inv_freq.dim()
     fits = dims in (1, 2) if axes == 1 else dims == 3 and inv_freq.shape[0] == axes
     if not fits or inv_freq.shape[-1] != pairs:
@@ -441,8 +438,7 @@ def check_inv_freq(
         raise bad_value(
             f"inv_freq must have shape {shapes} but got {tuple(inv_freq.shape)}", inv_freq=inv_freq
         )
-    if inv_freq.device != device:
-        raise bad_value(f"inv_freq is on {inv_freq.device} but the rotation is on {device}")
+    check_place("inv_freq", inv_freq, "the rotation is", device)
     warn_of_rounding("inv_freq", inv_freq)
 
 
@@ -466,7 +462,6 @@ def _check_exact(name: str, stack: Stack | None) -> None:
 
 
 _NARROW = torch.bfloat16, torch.float16
-_FLOATING = torch.float32, torch.float64, *_NARROW
 
 
 def warn_of_rounding(name: str, frequencies: torch.Tensor) -> None:

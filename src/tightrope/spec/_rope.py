@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .. import phase_words, positions as positions_
-from .._errors import as_real, bad_type, bad_value, describe, integer, public
+from .._errors import bad_type, bad_value, describe, integer, public, real
 from .._rounding import RoundingLike, rounding_pair
 from .._value import Value, checked_calls, dictionary, field_names, from_fields
 from ..axes import Axes
@@ -487,9 +487,7 @@ Rope: TypeAlias = RopeSpec | PreparedRotation
 
 
 def _base(value: object) -> float:
-    base = as_real(value)
-    if base is None:
-        raise bad_type(f"base must be a number but got {value!r}")
+    base = real("base", value)
     # A float64 holds bases up to 1e308. Bases below 1e-18 can give frequencies above 1e18 radians per
     # position, the limit of frequency rules.
     if not 1e-18 < base < 1e300:

@@ -164,6 +164,10 @@ def yarn(problem: Problem, zero: bool = False) -> Row:
     return Row(inv_freq, one / other)
 
 
+def yarn_by_given(problem: Problem) -> Row:
+    return yarn(problem, zero=True)
+
+
 def yarn_of_gpt_oss(problem: Problem) -> Row:
     factor = problem.rule.factor
     if factor <= 1.0:

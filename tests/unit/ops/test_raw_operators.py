@@ -99,42 +99,20 @@ def test_tables_between_acts_and_gates(options: Options, source: str) -> None:
         assert_each(near, *found)
 
 
-@pytest.mark.parametrize("mapped", ["x", "both", "extras"])
-@every_stage
-def test_vmap_of_acts_and_gates(options: Options, mapped: str) -> None:
-    """Public functions with f or P use the definition in a transform; the operator has a rule of its own."""
-    x, k = noise(4, *X.shape), noise(4, *K.shape)
-    call = call_of(options, [x[0], k[0]])
-    extras = list(call[6]) if call[6:] else []
-    if not extras and mapped != "x":
-        return
-    in_x, in_extras = None if mapped == "extras" else 0, None if mapped == "x" else 1
-    own = extras
-    if in_extras is not None:
-        own = [torch.stack([one * (1 + i / 8) for i in range(4)], 1) for one in extras]
-    if in_x is None:
-        x, k = x[0], k[0]
-
-    def run(q: torch.Tensor, k: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return rotated(q, k, *call[:6], *((list(own), call[7]) if own else ()))
-
-    got = torch.vmap(run, in_dims=(in_x, in_x, *[in_extras] * len(own)))(x, k, *own)
-    for i in range(4):
-        ith = [one if in_extras is None else one[:, i] for one in own]
-        wanted = run(*((x, k) if in_x is None else (x[i], k[i])), *ith)
-        assert_each(torch.equal, [y[i] for y in got], wanted)
-
-
-def test_vmap_in_place() -> None:
-    raw, call = noise(4, 2, 3, 5, 8), (WORDS, None, None, 3, code(), 1.0)
-    (whole,) = rotated(raw.flatten(0, 1), None, *call)
-    torch.vmap(lambda x: schema.rotate_(x, None, *call) or x)(raw)
-    assert torch.equal(raw.flatten(0, 1), whole)
-    at, stack = (WORDS, None), torch.rand(4, 1, 1, 5)
-    with pytest.raises(RuntimeError, match=r"\[rotate_\] vmap: x is not mapped"):
-        torch.vmap(lambda p: schema.rotate_(X, None, *at, p, 3, code(add_index=False), 1.0) or p)(
-            stack
-        )
+@pytest.mark.parametrize("name", ["rotate", "rotate_", "rotate_into", "rotate_slots"])
+def test_vmap_refuses_what_public_functions_leave_to_the_definition(name: str) -> None:
+    plain = WORDS, None, None, 3, code(), 1.0
+    with_gate = *plain[:4], code(gate=LOG), 1.0, [noise(1, 1, 1, 8)], 0.0
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
+        "rotate": lambda x: rotated(x, None, *with_gate),
+        "rotate_": lambda x: schema.rotate_(x, None, *plain),
+        "rotate_into": lambda x: schema.rotate_into(x, None, x.clone(), None, *plain),
+        "rotate_slots": lambda x: schema.rotate_slots(
+            x, None, x.clone(), None, torch.arange(10).view(2, 5), *plain
+        ),
+    }
+    with pytest.raises(RuntimeError, match=rf"\[{name}\] vmap: this call of the raw operator"):
+        torch.vmap(lambda x: calls[name](x) or x)(noise(4, *X.shape))
 
 
 # --- gradients, versions and devices -----------------------------------------------------------------
