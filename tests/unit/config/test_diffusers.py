@@ -34,8 +34,10 @@ LIBRARY = LIBRARIES["diffusers"]
 CLASSES: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "rows" / "diffusers.json").read_text("utf-8")
 )
-# Classes that diffusers has had since 0.42, which needs Python 3.11.
-NEW = {"BriaFibo2Transformer2DModel", "Flux3Transformer2DModel"}
+# Classes that diffusers has had since 0.42, which needs Python 3.11, and one whose code `patch` finds since then.
+NEW = {
+    *("BriaFibo2Transformer2DModel", "Flux3Transformer2DModel", "QwenImageTransformer2DModel"),
+}
 HERE = [name for name in CLASSES if name not in NEW or version_of("diffusers") >= (0, 42)]
 REFUSED = [name for name, facts in TRANSFORMERS.items() if facts.refused is not None]
 
