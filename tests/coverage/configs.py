@@ -78,10 +78,12 @@ class _Recorder(TorchDispatchMode):
             apart = source == "repeat" or (source == "full" and given.interleaved)
             pairs = cos.shape[-1] // (1 if source == "half" else 2)
             some = slice(None, None, 2) if apart else slice(pairs)
-            angles = torch.atan2(sin.double(), cos.double())[0, 0, :, some].tolist()
+            angles = torch.atan2(sin.double(), cos.double())[0, ..., some]
+            # Where each head has a table and one token, heads are the model's tokens.
+            angles = angles[:, 0] if angles.shape[1] == 1 else angles[0]
             _, _, path = max(self._modules.parents, key=len).partition(".")
             place = path, x.shape[-1], given.start, given.interleaved
-            self.calls.append(Call(*place, angles))
+            self.calls.append(Call(*place, angles.tolist()))
         return func(*args, **(kwargs or {}))
 
 

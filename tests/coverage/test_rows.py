@@ -126,7 +126,7 @@ FILES = {
     "x-transformers": "",
     "rotary-embedding-torch": "",
     "diffusers": "transformer_(wan|qwenimage)$",
-    "transformers": "^(llama|gptj|deepseek_v2|roformer|gemma4)/",
+    "transformers": "^(llama|gptj|deepseek_v2|roformer|gemma4|gpt_oss|glm|cohere|olmo|ernie4_5)/",
 }
 # One type for each feature: plain heads, partial channels, three axes and images, latent attention, complex tables, a
 # method, rows and columns, audio, a sliding window, partial width, two angles for each pair, learned tables, float64, …
@@ -156,7 +156,10 @@ LAYERED = [
     for name in CONFIGS
     if (family := FAMILIES.get(name)) and any(getattr(family, rule) for rule in RULES)
 ]
-TYPES = [*"llama gptj qwen2_vl deepseek_v2 kimi_k25_vision nanochat".split(), *LAYERED]
+# Those whose pairs are divided among coordinates in other ways.
+AXIAL = """qwen2_vl qwen3_vl_text glm4v_text ernie4_5_vl_moe_text qwen2_vl_vision kimi_k25_vision pixtral dinov3_vit
+    llama4_vision_model""".split()
+TYPES = [*"llama gptj deepseek_v2 nanochat".split(), *AXIAL, *LAYERED]
 
 
 @pytest.mark.parametrize("library", DATA if ALL else FILES)

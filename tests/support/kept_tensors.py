@@ -1,26 +1,16 @@
-"""The tensors that a spec keeps."""
+"""The tensors that a spec or a rotation keeps."""
+
+from typing import Any
 
 import torch
 
-from tightrope import RopeSpec
-from tightrope.spec._words import OnDevice, Words
 
-
-def tables_of(spec: RopeSpec) -> list[torch.Tensor]:
-    """Return every tensor that a spec keeps, found by walking its attributes."""
-    found: list[torch.Tensor] = []
-
-    def walk(value: object) -> None:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, dict):
-            for item in value.values():
-                walk(item)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                walk(item)
-        elif isinstance(value, (Words, OnDevice)):
-            walk(vars(value))
-
-    walk(vars(spec))
-    return found
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return all tensors that a value holds, at any depth; of an object of this library, those of its attributes."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if type(value).__module__.startswith("tightrope.") and hasattr(value, "__dict__"):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [x for one in value for x in tensors_of(one)] if isinstance(value, list | tuple) else []

@@ -7,9 +7,12 @@ import itertools
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from tests.support.rows import read_rows
 
 Function = Callable[..., Any]
 
@@ -330,72 +333,19 @@ def writing(which: int, how: Callable[[torch.Tensor], Any]) -> Function:
     return function
 
 
-def halving(some: Callable[[torch.Tensor, torch.Tensor], Any]) -> Function:
-    """Llama's function, with half the sines for some q and k."""
-    return lambda q, k, cos, sin: llama(q, k, cos, sin * 0.5 if some(q, k) else sin)
-
-
 _calls, _kept = itertools.count(), dict[tuple[int, ...], Any]()
 
+
+def fault(found: str) -> Function:
+    """Return the function of a row of data/faults_of_the_zoo.jsonl: an expression of its parameters, which have the names of the roles."""
+    function: Function = eval(f"lambda q, k, cos, sin: {found}", globals())
+    return function
+
+
 #: What is wrong -> a function that `patch` must leave.
-FAULTS: dict[str, Function] = {
-    "one pair by the opposite angle": lambda q, k, c, s: llama(q, k, c, where((..., 3), s)),
-    "the last token by the opposite angle": lambda q, k, c, s: llama(
-        q, k, c, where((..., -1, slice(None)), s)
-    ),
-    "queries and keys swapped": lambda q, k, c, s: llama(k, q, c, s),
-    "queries only": lambda q, k, c, s: (llama(q, k, c, s)[0], k),
-    "keys by the opposite angles": lambda q, k, c, s: (
-        llama(q, k, c, s)[0],
-        llama(q, k, c, -s)[1],
-    ),
-    "keys by sines and cosines": lambda q, k, c, s: (llama(q, k, c, s)[0], llama(q, k, s, c)[1]),
-    "cosines only": lambda q, k, c, _: tuple(x * c[:, None] for x in (q, k)),
-    "tokens in another order": lambda q, k, c, s: llama(q, k, c.flip(-2), s.flip(-2)),
-    "heads in another order": lambda q, k, c, s: llama(q.roll(1, 1), k, c, s),
-    "rows in another order": lambda q, k, c, s: llama(q, k, c.roll(1, 0), s.roll(1, 0)),
-    "a factor of 1.001": lambda q, k, c, s: llama(q, k, c, s, scale=1.001),
-    "one more rounding": lambda q, k, c, s: tuple(y * 3 / 3 for y in llama(q, k, c, s)),
-    "a cast to bfloat16": lambda q, k, c, s: tuple(
-        y.bfloat16().to(q.dtype) for y in llama(q, k, c, s)
-    ),
-    "half the sines beyond 200 tokens": halving(lambda q, _: q.shape[-2] > 200),
-    "half the sines for one token": halving(lambda q, _: q.shape[-2] == 1),
-    "half the sines for one row": halving(lambda q, _: len(q) == 1),
-    "half the sines for wide heads": halving(lambda q, _: q.shape[-1] >= 128),
-    "half the sines for grouped queries": halving(lambda q, k: q.shape[1] != k.shape[1]),
-    "half the sines for contiguous queries": halving(lambda q, _: q.is_contiguous()),
-    "half the sines without gradients": halving(lambda q, _: not q.requires_grad),
-    "zeros for NaN": lambda q, k, c, s: llama(torch.nan_to_num(q, posinf=torch.inf), k, c, s),
-    "limits of large queries": lambda q, k, c, s: llama(q.clamp(-1e4, 1e4), k, c, s),
-    "an error for NaN": refusing(lambda q: q.isnan().any()),
-    "an error beyond 70 tokens": refusing(lambda q: q.shape[-2] > 70),
-    "an error where gradients are needed": refusing(lambda q: q.requires_grad),
-    "an error for strided queries": refusing(lambda q: not q.is_contiguous()),
-    "writes into queries": writing(0, lambda q: q.data.mul_(2)),
-    "writes into keys without gradients": writing(1, torch.no_grad()(lambda k: k.mul_(2))),
-    "writes into sines": writing(3, torch.no_grad()(lambda s: s.zero_())),
-    "random": lambda q, k, c, s: llama(q, k, c, s * (1 + torch.rand(()))),
-    "dropout": lambda q, k, c, s: tuple(map(torch.nn.functional.dropout, llama(q, k, c, s))),
-    "half the sines after 40 calls": halving(lambda *_: next(_calls) > 40),
-    "the tables of the first call of a size": lambda q, k, c, s: llama(
-        q, k, *_kept.setdefault(tuple(c.shape), (c, s))
-    ),
-    "another gradient": lambda q, k, c, s: tuple(
-        OtherGradient.apply(x, c[:, None], s[:, None])  # type: ignore[no-untyped-call]
-        for x in (q, k)
-    ),
-    "no gradient": torch.no_grad()(lambda q, k, c, s: llama(q, k, c, s)),
-    "no gradient of keys": lambda q, k, c, s: llama(q, k.detach(), c, s),
-    "results in columns": lambda q, k, c, s: tuple(y.mT.contiguous().mT for y in llama(q, k, c, s)),
-    "a list": lambda q, k, c, s: list(llama(q, k, c, s)),
-    "results with names": lambda q, k, c, s: Both(*llama(q, k, c, s)),
-    "a third result": lambda q, k, c, s: (*llama(q, k, c, s), None),
-}
-# Parameters have the names of the roles.
 FAULTS = {
-    what: lambda q, k, cos, sin, found=found: found(q, k, cos, sin)
-    for what, found in FAULTS.items()
+    row["of"]: fault(row["is"])
+    for row in read_rows(Path(__file__).with_name("data") / "faults_of_the_zoo.jsonl").values()
 }
 
 

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.checkpointing import saving
 from tests.support.helpers import Watcher, noise, refused
+from tests.support.kept_tensors import tensors_of
 from tightrope import RopeSpec, phases, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK, LongRoPE
@@ -207,17 +208,6 @@ def test_evaluation_before_training(name: str, device: str) -> None:
         if device == "cpu":
             assert torch.equal(y, rotate(x, by_value(name, ids, lengths), gate=gate))
         assert not any(one.is_inference() for one in tensors_of(rope))
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return all tensors that a rotation holds, at any depth."""
-    if isinstance(value, (_prepared.PreparedRotation, _prepared.Kept, positions.Positions)):
-        value = vars(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [t for one in value for t in tensors_of(one)]
-    return [value] if isinstance(value, torch.Tensor) else []
 
 
 # --- values that cannot be read -----------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,20 +34,12 @@ from tests.support.dtensors import (
     share,
 )
 from tests.support.helpers import noise
+from tests.support.refused_calls import NAMES
+from tests.support.rows import read_rows
 from tests.support.tolerances import assert_near
 from tightrope import RopeSpec, gates, positions
 from tightrope.frequencies import DynamicNTK, Given
-from tightrope.functional import (
-    PolarState,
-    apply_rotary_pos_emb,
-    lrpe_rotate_1d,
-    polar_scan,
-    rerotate,
-    rotary_apply,
-    rotary_pos_embedding,
-    rotate,
-    rotate_qk,
-)
+from tightrope.functional import PolarState, polar_scan
 
 Placed = Mapping[str, tuple[torch.Tensor, Dims]]
 AXES = ("row", "head", "token")
@@ -89,28 +82,9 @@ class Case:
 
 BSHD, THD = {"row": 0, "token": 1, "head": 2}, {"token": 0, "head": 1}
 OF_HEADS, OF_TOKENS, OF_BOTH = {"head": 0}, {"token": 0}, {"row": 0, "token": 1}
+X: Placed = {"x": (Q, BHSD)}
 QK: Placed = {"q": (Q, BHSD), "k": (K, BHSD)}
 HEADS_LAST: Placed = {"x": (Q.transpose(1, 2), BSHD)}
-NARROW: Placed = {"q": (Q.float(), BHSD), "k": (K.float(), BHSD)}
-
-
-def two(function: Callable[..., Any], **others: tuple[torch.Tensor, Dims]) -> Case:
-    """Return a case that rotates q and k."""
-    return Case(function, QK, others)
-
-
-def one(function: Callable[..., Any], **others: tuple[torch.Tensor, Dims]) -> Case:
-    """Return a case that rotates x."""
-    return Case(function, {"x": (Q, BHSD)}, others)
-
-
-def lrpe(function: Callable[..., Any], *only: str, **others: tuple[torch.Tensor, Dims]) -> Case:
-    """Return a case that rotates x with the heads after the tokens."""
-    return Case(function, HEADS_LAST, others, (), only or AXES)
-
-
-def by_ids(q: Any, k: Any, ids: Any) -> Any:
-    return rotate_qk(q, k, SPEC, ids)
 
 
 def scan(q: Any, k: Any, v: Any, decay: Any, memory: Any) -> Any:
@@ -129,69 +103,19 @@ WHOLE = IDS.sort().values - IDS.amin(1, keepdim=True)
 EARLY = RopeSpec(16, scaling=DynamicNTK(4.0, 4))
 WITH_HEADS = RopeSpec(16, scaling=Given(noise(6, 8, seed=4).tolist()))
 PACKED = positions.packed(torch.tensor([0, 4, 13]))
+
+
+def case_of(row: Mapping[str, str]) -> Case:
+    """Return the case of a row of dtensor_calls.jsonl: a call of `x`, its rotated tensors, and of other ones."""
+    names = {**NAMES, **globals()}
+    x, others, results = (eval(row.get(key, "{}"), names) for key in ("x", "others", "results"))
+    function = eval(f"lambda {', '.join([*x, *others])}: {row['call']}", names)
+    return Case(function, x, others, results, row["only"].split() if "only" in row else AXES)
+
+
 CASES = {
-    "uneven ids": two(by_ids, ids=(IDS, OF_BOTH)),
-    "prepared": Case(
-        lambda q, k: (*rotate_qk(q, k, PREPARED), *rotate_qk(q, k, PREPARED)),
-        QK,
-        results=(BHSD,) * 4,
-    ),
-    "packed": Case(
-        lambda q, k: rotate_qk(q, k, SPEC, PACKED, layout="thd"),
-        {"q": (Q[0].transpose(0, 1), THD), "k": (K[0].transpose(0, 1), THD)},
-    ),
-    "length from positions": two(lambda q, k: rotate_qk(q, k, EARLY, -7)),
-    "length from ids": two(lambda q, k: rotate_qk(q, k, EARLY, WHOLE)),
-    "spec with heads": one(lambda x: rotate(x, WITH_HEADS)),
-    "a stack by length": Case(lambda q, k: rotate_qk(q, k, EARLY.at(stack="transformers")), NARROW),
-    "lrpe, θ of heads": lrpe(
-        lrpe_rotate_1d, theta=(noise(6, seed=4), OF_HEADS), offset=(IDS[:, 0], {"row": 0})
-    ),
-    "lrpe, θ of pairs": lrpe(
-        lambda x, theta: lrpe_rotate_1d(x, theta, act="softmax", dim=-1),
-        theta=(noise(5, seed=4), {}),
-    ),
-    "lrpe, softmax of tokens": lrpe(
-        lambda x: lrpe_rotate_1d(x, noise(8, seed=4), act="softmax", dim=1), "row", "head"
-    ),
-    "tables": two(
-        lambda q, k, cos, sin: apply_rotary_pos_emb(q, k, cos, sin, tables="half"),
-        **tables(OF_BOTH, 3, 13, 7),
-    ),
-    "tables of tokens": two(
-        lambda q, k, cos, sin: apply_rotary_pos_emb(q, k, cos, sin, tables="full"),
-        **tables(OF_TOKENS, 13, 14),
-    ),
-    "tables of heads": lrpe(
-        lambda x, cos, sin: apply_rotary_pos_emb(x, None, cos, sin, 2, tables="half"),
-        **tables({"token": 1, "head": 2}, 1, 13, 6, 8),
-    ),
-    "tables and ids": two(
-        lambda q, k, cos, sin, ids: apply_rotary_pos_emb(
-            q, k, cos, sin, tables="half", position_ids=ids
-        ),
-        **tables({}, 50, 8),
-        ids=(IDS % 50, OF_BOTH),
-    ),
-    "rotary_apply": one(rotary_apply, **tables({"row": 0, "token": 2}, 3, 1, 13, 8)),
-    "rotary_pos_embedding": one(lambda x: rotary_pos_embedding(x)),
-    "rerotate": one(
-        lambda x: rerotate(x, SPEC, RopeSpec(16, base=5e5, rotary_dim=12, start=2), IDS, IDS + 3)
-    ),
-    "scan": Case(
-        scan,
-        {
-            "q": (noise(3, 8, 13, 16), BHSD),
-            "k": (noise(3, 4, 13, 16, seed=1), BHSD),
-            "v": (noise(3, 4, 13, 8, seed=7), BHSD),
-        },
-        {
-            "decay": (-noise(3, 4, 13, 1, seed=5).abs(), BHSD),
-            "memory": (noise(3, 4, 16, 8, seed=6), {"row": 0, "head": 1}),
-        },
-        results=(BHSD, BHSD),
-        only=("row", "head"),
-    ),
+    name: case_of(row)
+    for name, row in read_rows(Path(__file__).with_name("dtensor_calls.jsonl")).items()
 }
 BYS: dict[By, tuple[int, ...]] = {
     (None,): (4,),

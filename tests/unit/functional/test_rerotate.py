@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from tests.support import oracle, oracle_frequencies as truth
 from tests.support.helpers import on
 from tests.support.matrix import DTYPES, every_backend, every_pair
+from tests.support.refused_calls import NAMES
+from tests.support.rows import read_rows
 from tests.support.tolerances import (
     ENOUGH,
     Result,
@@ -20,9 +23,9 @@ from tests.support.tolerances import (
 )
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
-from tightrope.frequencies import DynamicNTK, Given, Linear, LongRoPE, YaRN
+from tightrope.frequencies import DynamicNTK, Given, LongRoPE, YaRN
 from tightrope.functional import rerotate, rerotate_, rotate
-from tightrope.positions import grid, mrope, multi_axis, packed, per_row
+from tightrope.positions import multi_axis, per_row
 from tightrope.spec import PreparedRotation
 
 MILLION = 1_000_000
@@ -72,6 +75,8 @@ ENDS = torch.tensor([0, 1, 4])
 
 
 def moves(interleaved: bool = False) -> dict[str, Move]:
+    """Return the moves of moves.jsonl, expressions of the specs and positions here."""
+
     def one(scaling: Any = None, base: float = 1e4, *sections: int) -> RopeSpec:
         axes = Axes.sections(sections) if sections else None
         return spec_of(scaling, base, axes=axes, interleaved=interleaved)
@@ -88,39 +93,9 @@ def moves(interleaved: bool = False) -> dict[str, Move]:
         multi_axis(torch.randint(0, MILLION, (3, rows, TOKENS), generator=generator))
         for rows in (2, 1)
     )
-    return {
-        "a shift": Move(plain, plain, MILLION, 17),
-        "a shift of a scaled spec": Move(yarn, yarn, MILLION, 17),
-        "to the beginning": Move(plain, plain, 9000, 0),
-        "rows apart": Move(plain, plain, ROWS, ROWS_LATER),
-        "rows together": Move(plain, plain, ROWS, 100),
-        "from ids": Move(plain, plain, IDS, 100),
-        "to ids": Move(plain, plain, 100, IDS),
-        "ids of 32 bits": Move(plain, plain, IDS.int(), IDS.flip(1)),
-        "fractions": Move(plain, plain, IDS.double() / 7, IDS.double() / 3),
-        "from fractions": Move(plain, plain, IDS.float() / 8, 50),
-        "another base": Move(plain, other, MILLION),
-        "another base and place": Move(plain, other, MILLION, IDS),
-        "another base, fractions": Move(plain, other, IDS.double() / 7),
-        "interpolated": Move(plain, one(Linear(4.0)), IDS),
-        "yarn to default": Move(yarn, plain, MILLION, 5),
-        "default to yarn": Move(plain, yarn, MILLION),
-        "yarn to yarn": Move(yarn, one(OTHER_YARN), IDS, 3),
-        "dynamic, longer": Move(dynamic, dynamic, 5000, None, (5004, 9000)),
-        "dynamic, over the switch": Move(dynamic, dynamic, 50, None, (4096, 4097)),
-        "dynamic, shifted too": Move(dynamic, dynamic, 5000, 7, (8192, 3199)),
-        "longrope's switch": Move(long, long, 50, None, (4096, 4097)),
-        "longrope's switch back": Move(long, long, 5000, 7, (6000, 999)),
-        "unequal factors": Move(unequal, unequal, 50, None, (4096, 4097)),
-        "several axes": Move(three, three, old, new),
-        "text to several axes": Move(
-            yarn, one(YARN, 1e4, 2, 2, 2), 9000, mrope([(1, 2, 2)], start=7)
-        ),
-        "a grid": Move(two, two, grid(2, 2), grid(2, 2, step=0.5, start=3.0)),
-        "a grid among text": Move(plain, two, 9, grid(2, 2)),
-        "a pack": Move(plain, other, packed(ENDS), packed(ENDS, torch.tensor([MILLION, 3]))),
-        "far": Move(plain, plain, 2**30, -(2**30) + 7),
-    }
+    rows = read_rows(Path(__file__).with_name("moves.jsonl")).items()
+    names = {**NAMES, **globals(), **locals()}
+    return {name: eval(f"Move({row['move']})", names) for name, row in rows}
 
 
 def exact(k: torch.Tensor, move: Move) -> Result:

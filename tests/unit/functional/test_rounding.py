@@ -5,8 +5,6 @@ test_tables.py beside this file compares all roundings by tables with the formul
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -27,8 +25,6 @@ from tightrope.functional import (
     rotate_qk,
 )
 from tightrope.nn import RotaryPositionalEmbedding
-
-Function = Callable[..., Any]
 
 ROWS, Q_HEADS, K_HEADS, TOKENS = 2, 3, 2, 5
 LOW = [torch.float32, torch.bfloat16, torch.float16]
@@ -166,48 +162,7 @@ def test_functions_of_seeds_and_the_module_take_it() -> None:
     assert not torch.equal(rotate(q, spec, 7), rotate(q, spec.at(7, rounding="each")))
 
 
-# --- real functions -------------------------------------------------------------------------------
-
-# Modules of transformers, by the rounding of their apply_rotary_pos_emb, forward and backward. OLMo
-# keeps its tables in float32.
-TRANSFORMERS = {"each": "llama gpt_oss glm", "wide": "cohere", ("wide", "each"): "olmo ernie4_5"}
-INTERLEAVED = {"glm", "cohere", "ernie4_5"}
-
-
-def assert_equal_rotations(theirs: Function, ours: Function, dtype: torch.dtype) -> None:
-    """Assert that the results and gradients of two rotations of (q, k) are equal, bit for bit."""
-    results = []
-    for rotation in (theirs, ours):
-        xs = [x.detach().clone().requires_grad_() for x in qk(64, dtype)]
-        ys = rotation(*xs)
-        results.append((*ys, *torch.autograd.grad(ys, xs, qk(64, dtype, seed=2))))
-    assert_same_bits(*results)
-
-
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(
-    "name, rounding", [(name, r) for r, names in TRANSFORMERS.items() for name in names.split()]
-)
-def test_functions_of_transformers(name: str, rounding: Any, dtype: torch.dtype) -> None:
-    module = import_module(f"transformers.models.{name}.modeling_{name}")
-    interleaved = name in INTERLEAVED
-    half = [t[None, :, :32] for t in tables_for(64, torch.float32 if name == "olmo" else dtype)]
-    cos, sin = half
-    if name != "gpt_oss":
-        twice = name == "cohere"
-        cos, sin = (oracle.join(table, table, twice) for table in half)
-    full = [oracle.join(table, table, interleaved) for table in half]
-    assert_equal_rotations(
-        lambda q, k: module.apply_rotary_pos_emb(q, k, cos, sin),
-        lambda q, k: rotate_full(q, k, *full, interleaved, rounding),
-        dtype,
-    )
-
-
-def of_diffusers(unbind: int) -> Function:
-    from diffusers.models.embeddings import apply_rotary_emb
-
-    return lambda x, cos, sin: apply_rotary_emb(x, (cos, sin), use_real_unbind_dim=unbind)
+# --- complex numbers --------------------------------------------------------------------------------
 
 
 def of_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -217,39 +172,19 @@ def of_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.view_as_real(numbers * turns).flatten(3).type_as(x)
 
 
-def of_rotary_embedding_torch() -> Function:
-    from rotary_embedding_torch import apply_rotary_emb
-
-    return lambda x, *_: apply_rotary_emb(ANGLES, x)
-
-
-def of_x_transformers() -> Function:
-    from x_transformers.x_transformers import apply_rotary_pos_emb as theirs
-
-    return lambda x, *_: theirs(x, ANGLES[None])
-
-
-ANGLES = oracle.join(*[(torch.arange(TOKENS)[:, None] * torch.rand(32)) * 3] * 2, True)
-OTHERS: dict[str, tuple[Callable[[], Function], bool, Any]] = {
-    "diffusers, neighbours": (lambda: of_diffusers(-1), True, ("wide", "each")),
-    "diffusers, halves": (lambda: of_diffusers(-2), False, ("wide", "each")),
-    "complex numbers": (lambda: of_meta, True, "wide"),
-    "rotary-embedding-torch": (of_rotary_embedding_torch, True, ("wide", "each")),
-    "x-transformers": (of_x_transformers, True, ("wide", "each")),
-}
-
-
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", OTHERS)
-def test_functions_of_other_libraries(name: str, dtype: torch.dtype) -> None:
-    make, interleaved, rounding = OTHERS[name]
-    function = make()
-    cos, sin = (ANGLES.cos(), ANGLES.sin()) if interleaved else tables_for(64, torch.float32)
-    assert_equal_rotations(
-        lambda q, k: (function(q, cos, sin), function(k, cos, sin)),
-        lambda q, k: rotate_full(q, k, cos, sin, interleaved, rounding),
-        dtype,
-    )
+def test_complex_products_have_the_bits_of_wide(dtype: torch.dtype) -> None:
+    """tests/coverage/test_rows.py compares real functions of other libraries."""
+    cos, sin = (oracle.join(t[:, ::2], t[:, ::2], True) for t in tables_for(64, torch.float32))
+    results = []
+    for rotation in (
+        lambda q, k: (of_meta(q, cos, sin), of_meta(k, cos, sin)),
+        lambda q, k: rotate_full(q, k, cos, sin, True, "wide"),
+    ):
+        xs = [x.detach().clone().requires_grad_() for x in qk(64, dtype)]
+        ys = rotation(*xs)
+        results.append((*ys, *torch.autograd.grad(ys, xs, qk(64, dtype, seed=2))))
+    assert_same_bits(*results)
 
 
 # --- gradients and transforms ---------------------------------------------------------------------

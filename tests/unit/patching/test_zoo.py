@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from tests.support import zoo
 from tests.support.helpers import Watcher
+from tests.support.rows import read_rows
 from tests.support.tolerances import assert_each, value
 from tests.support.zoo import FAULTS, ROWS, Outcome, Row, call_of, model_of, outcome
 from tightrope import patch
@@ -164,52 +164,20 @@ def doubled(f: Any, q: Any, k: Any, c: Any, s: Any) -> Any:
     return f(q.bfloat16(), k.bfloat16(), c.double(), s.double())
 
 
-#: A call with (q, k, cos, sin) of a model that rotates by Llama's function.
-SERVED: dict[str, Callable[..., Any]] = {
-    "by keyword": lambda f, q, k, c, s: f(sin=s, cos=c, k=k, q=q, unsqueeze_dim=1),
-    "no gradients": lambda f, *given: torch.no_grad()(f)(*given),
-    "inference": lambda f, *given: torch.inference_mode()(f)(*given),
-    "autocast": lambda f, *given: torch.autocast("cpu", BF16)(f)(*given),
-    "a mode that watches": watched,
-    "parameters": lambda f, q, *others: f(torch.nn.Parameter(q), *others),
-    "grouped queries": lambda f, q, k, *others: f(q, k[:, :1], *others),
-    "checkpoint": lambda f, *given: checkpoint(f, *given, use_reentrant=False),
-    "no tokens": lambda f, q, k, c, s: f(q[:, :, :0], k[:, :, :0], c[:, :0], s[:, :0]),
-    "rows of one table": lambda f, q, k, c, s: f(q, k, c[:1], s[:1]),
-}
-#: Calls that were not compared: the original runs, and is counted.
-OTHERS: dict[str, Callable[..., Any]] = {
-    "fake tensors": fake,
-    "five dimensions": lambda f, *given: f(*(each[None] for each in given), 2),
-    "two dimensions": lambda f, q, k, c, s: f(q[0, 0], k[0, 0], c[0, 0], s[0, 0], -2),
-    "unsqueeze_dim from the end": lambda f, *given: f(*given, -3),
-    "another argument": lambda f, *given: f(*given, scale=0.5),
-    "a subclass": lambda f, q, *others: f(q.as_subclass(Subclass), *others),
-    "tables of a subclass": lambda f, q, k, c, s: f(q, k, c.as_subclass(Subclass), s),
-    "meta tensors": lambda f, *given: f(*(each.to("meta") for each in given)),
-    "integers": lambda f, q, *others: f(q.long(), *others),
-    "complex numbers": lambda f, q, *others: f(q + 0j, *others),
-    "float64 tables of bfloat16": doubled,
-    "two dtypes": lambda f, q, k, *others: f(q, k.bfloat16(), *others),
-    "vmap": lambda f, *given: torch.func.vmap(f)(*(each[None] for each in given)),
-    "a gradient transform": lambda f, q, *o: torch.func.grad(lambda x: f(x, *o)[0].sum())(q),
-    "tangents": tangents,
-    "tables that do not fit": lambda f, q, k, c, s: f(q, k, c[:, :3], s[:, :3]),
-    "a missing argument": lambda f, q, k, c, _: f(q, k, c),
-    "learned tables for all rows": lambda f, q, k, c, s: f(
-        q, k, c[:1].clone().requires_grad_(), s[:1]
-    ),
-}
+# Calls of f, a model that rotates by Llama's function, with q, k, cosines c and sines s. Those that were not compared are
+# not served: the original runs, and is counted.
+CALLS = read_rows(Path(__file__).with_name("calls_of_the_zoo.jsonl"))
 
 
-@pytest.mark.parametrize("what", [*SERVED, *OTHERS])
+@pytest.mark.parametrize("what", CALLS)
 def test_the_operator_serves_or_the_original_runs_and_is_counted(what: str) -> None:
     model = model_of(zoo.llama)
     args = [each.detach() for each in call_of(ROWS["llama"], "bhsd/bsd", PLAIN).args]
+    names = {**globals(), **dict(zip("fqkcs", (model, *args)))}
 
     def run() -> tuple[Any, ...]:
         try:
-            found = {**SERVED, **OTHERS}[what](model, *args)
+            found = eval(CALLS[what]["call"], names)
         except (IndexError, RuntimeError, TypeError) as error:
             return (type(error),)
         return found if isinstance(found, tuple) else (found,)
@@ -217,7 +185,7 @@ def test_the_operator_serves_or_the_original_runs_and_is_counted(what: str) -> N
     wanted = run()
     with patch(model) as report:
         got = run()
-        assert calls_of(report) == (Calls(1, 0) if what in SERVED else Calls(0, 1))
+        assert calls_of(report) == (Calls(1, 0) if "served" in CALLS[what] else Calls(0, 1))
     for one, other in zip(got, wanted, strict=True):
         assert type(one) is type(other)
         alike = torch.equal if isinstance(one, torch.Tensor) else lambda a, b: a == b

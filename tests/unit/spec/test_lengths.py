@@ -41,27 +41,24 @@ USED = {rule: spec_of(rule) for rule in RULES}
 PAIRS = {"apart": (3000, 6000), "at the switch": (TRAINED, TRAINED + 1)}
 
 
-def ways(lengths: tuple[int, int]) -> dict[str, tuple[positions.PositionsLike, Any]]:
+def rows_of(table: str, **names: Any) -> dict[str, list[Any]]:
+    """Return the rows of a table in lengths.jsonl by name: of each field its value, or that of its expression."""
+    names = {**globals(), **names}
+    file = Path(__file__).with_name("lengths.jsonl")
+    return {
+        row["of"]: [eval(x, names) if isinstance(x, str) else x for x in [*row.values()][2:]]
+        for row in map(json.loads, file.read_text("utf-8").splitlines())
+        if row["table"] == table
+    }
+
+
+def ways(lengths: tuple[int, int]) -> dict[str, list[Any]]:
     """Return (positions, seq_len) by which the last tokens of two rows are those of these lengths."""
     own = torch.tensor(lengths)
     last, total = own[:, None] - 1, max(lengths) + 1
     padded = torch.arange(total) - (total - own[:, None])
     starts = positions.per_row(own - 1)
-    return {
-        "ids": (last, None),
-        "int32 ids": (last.int(), None),
-        "float64 ids": (last.double(), None),
-        "float32 ids": (last.float(), None),
-        "offsets": (starts, None),
-        "padded by lengths": (positions.per_row(own - total), None),
-        "padded by a mask": (positions.left_padded(padded >= 0), None),
-        "padded with ones": (padded.masked_fill(padded < 0, 1), None),
-        "a list": (positions.explicit(starts, 1), list(lengths)),
-        "a tensor": (starts, own),
-        "a fractional tensor": (starts, own.double() - 0.5),
-        "numbers of numpy": (last, list(numpy.array(lengths))),
-        "an iterator": (last, iter(lengths)),
-    }
+    return rows_of("WAYS", **locals())
 
 
 @pytest.mark.parametrize("lengths", PAIRS.values(), ids=PAIRS)
@@ -102,16 +99,6 @@ def ids(*numbers: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 TOP = torch.tensor([2**31 - 1], dtype=torch.int32)
 FAR = positions.Positions(torch.full((1, 1, 3), 2**31 - 1).int(), 10, add_index=False)
 STARTS = positions.packed(torch.tensor([0, 1, 3]), torch.tensor([3, 20]))
-
-
-def rows_of(table: str) -> dict[str, list[Any]]:
-    """Return the rows of a table in lengths.jsonl by name: of each field its value, or that of its expression."""
-    file = Path(__file__).with_name("lengths.jsonl")
-    return {
-        row["of"]: [eval(x, globals()) if isinstance(x, str) else x for x in [*row.values()][2:]]
-        for row in map(json.loads, file.read_text("utf-8").splitlines())
-        if row["table"] == table
-    }
 
 
 # Positions of one row, its tokens, and its length.
@@ -189,26 +176,14 @@ AGAIN = "positions must not start again within a row"
 NO_ROWS = "seq_len must be given with ids of tokens without rows"
 SEVERAL = "seq_len must be given with several tokens that begin after position 0"
 OF_A_RANK = "seq_len must be given with the positions of one rank's tokens"
+
+
+def share(ids: positions.PositionsLike, kind: str) -> positions.Positions:
+    return positions.explicit(positions.shard(ids, 1, 2, kind=kind, tokens=8), 4)
+
+
 # Sequences packed in one row, one of them longer than 100, and shares of one.
-PACKED: dict[str, positions.PositionsLike] = {
-    "two": positions.packed(torch.tensor([0, 5, 125])),
-    "decoding, one token each": PAIR,
-    "one and many": positions.packed(torch.tensor([0, 1, 121])),
-    "an offset": positions.packed(torch.tensor([0, 3, 6]), 120),
-    "written out": positions.explicit(PAIR),
-    "joined": positions.concatenate([PAIR, torch.tensor([601])]),
-    "a share": positions.shard(PAIR, 0, 1),
-    "ids": torch.cat((torch.arange(5), torch.arange(120))),
-    "ids, two tokens first": torch.cat((torch.arange(2), torch.arange(120))),
-    "ids, backwards": torch.arange(120).flip(0),
-    **{
-        f"a {kind} share of {name}": positions.explicit(
-            positions.shard(ids, 1, 2, kind=kind, tokens=8), 4
-        )
-        for kind in ("contiguous", "zigzag")
-        for name, ids in {"none": None, "an offset": 30, "ids": torch.arange(8) + 600}.items()
-    },
-}
+PACKED = {name: where for name, (where,) in rows_of("PACKED").items()}
 
 
 def assert_tokens_alone(y: torch.Tensor, x: torch.Tensor, spec: RopeSpec, at: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.support import stated
 from tests.support.helpers import Copies
-from tests.support.kept_tensors import tables_of
+from tests.support.kept_tensors import tensors_of
 from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, gates, positions, stacks
 from tightrope.frequencies import DynamicNTK, LongRoPE, Rule
@@ -105,7 +105,7 @@ KEPT: dict[str, tuple[float, Rule | None]] = {
 
 def assert_real(spec: RopeSpec) -> None:
     """Assert that autograd and later calls can use the tensors that a spec keeps."""
-    for tensor in (spec.at().angles.words, *tables_of(spec)):
+    for tensor in (spec.at().angles.words, *tensors_of(spec)):
         assert not isinstance(tensor, FakeTensor)
         assert not tensor.is_inference()
         assert tensor.dtype in (torch.int64, torch.float64)

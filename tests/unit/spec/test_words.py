@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.support import oracle, oracle_frequencies as truth
 from tests.support.by_length import LONG, RULES, SHORT, UNEQUAL, rule_of, spec_of
 from tests.support.helpers import in_threads, noise
-from tests.support.kept_tensors import tables_of
+from tests.support.kept_tensors import tensors_of
 from tests.support.matrix import every_pair
 from tests.support.tolerances import assert_rotations, assert_same_bits, dynamic_drift, value
 from tightrope import RopeSpec, angles, positions
@@ -166,7 +166,7 @@ def test_words_of_a_growing_sequence_are_those_of_each_length(name: str, spec: R
             if wanted is not None:
                 assert_same_bits(found, wanted)
                 assert found.is_contiguous()
-    assert len(tables_of(grows)) < 10  # lengths do not pile up
+    assert len(tensors_of(grows)) < 10  # lengths do not pile up
 
 
 def test_words_in_many_threads() -> None:
