@@ -135,7 +135,7 @@ def run(
         key_of_ids,
         tuple(map(_key, extras)) if extras else (),
         tuple(map(_key, outs)) if whose == GIVEN else None,
-        None if slots is None else tuple(None if x is None else _key(x) for x in slots),
+        None if slots is None else tuple(None if x is None else _key(x) for x in slots[:3]),
         None if eight is None else (eight.format, _key(eight.keys)),
     )
     try:
