@@ -1,14 +1,13 @@
-"""How rotary functions take x and their angles: the forms of calls, and those that parameter names suggest.
+"""The calls of a rotary function that the names of its parameters suggest.
 
-Code that tests an unknown rotary function tries the entries of :data:`FORMS`. To support another way of passing
-cosines and sines, add an entry to the forms of `tightrope.patching`; another way to make them, one to those below.
+Code that tests an unknown rotary function tries the entries of :data:`FORMS`. They stand in `tightrope.patching`, with the
+roles that names suggest: to support another way of passing angles, add an entry there.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
@@ -16,77 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightrope import patching
-from tightrope.patching import COS_SIN_NAMES, TABLE_NAMES, WIDTHS as WIDTHS
-
-
-@dataclass(frozen=True)
-class Form:
-    """One way in which rotary functions take their angles.
-
-    Attributes:
-        name: the name in reports.
-        roles: the roles of the arguments that hold the angles, also their usual parameter names.
-        build: if the caller passes cosines and sines, makes these arguments of them.
-        gives_tables: whether the function returns (cos, sin) and rotates nothing.
-        widths: how cos/sin may hold the entry of each pair, likeliest first; keys of WIDTHS.
-        narrow: whether tables may have a 16-bit dtype.
-        others: the roles that other arguments may have, beside those that rotate.
-    """
-
-    name: str
-    roles: tuple[str, ...]
-    build: Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]] | None = None
-    gives_tables: bool = False
-    widths: tuple[str, ...] = tuple(WIDTHS)
-    narrow: bool = True
-    others: tuple[str, ...] = ("seq_dim", "positions", "offset", "cu_seqlens", "max_seqlen")
-
-    @property
-    def takes_tables(self) -> bool:
-        """True if the caller passes cosines and sines, in any format."""
-        return self.build is not None
-
-    def takes(self, roles: Sequence[str]) -> bool:
-        """Return whether a call may have arguments of these roles: one or two that rotate, and the others of the form."""
-        given = {*roles}
-        rotated = ({"x"},) if self.gives_tables else ({"x"}, {"q"}, {"q", "k"})
-        rest = given - {*self.roles, *self.others}
-        return len(given) == len(roles) and given >= {*self.roles} and rest in rotated
-
-
-#: Every form by its name; if a signature fits several, the likeliest first.
-FORMS: dict[str, Form] = {
-    form.name: form
-    for form in (
-        Form("positions", ("positions",), others=("seq_dim", "offset")),
-        Form("positions, for tables", ("positions",), gives_tables=True, others=()),
-        *(
-            Form(name, each.roles, each.build, widths=each.widths, narrow=each.narrow)
-            for name, each in patching.FORMS.items()
-        ),
-        Form("a pair (sin, cos)", ("reversed_pair",), lambda cos, sin: ((sin, cos),)),
-        Form("packed rows", ("cu_seqlens",), others=("seq_dim", "max_seqlen")),
-        Form("an offset", ("offset",), others=("seq_dim",)),
-        Form("no positions", (), others=("seq_dim",)),
-    )
-}
-
-
-# --- calls ----------------------------------------------------------------------------------------
-
-# Role -> parameter names that suggest it; for those of tables see `tightrope.patching`.
-_NAMES = {
-    "q": re.compile(r"^(x?q|q_|query|queries)(_states|_layer|_heads?)?$"),
-    "k": re.compile(r"^(x?k|k_|key|keys)(_states|_layer|_heads?)?$"),
-    "cu_seqlens": re.compile(r"^cu_?(seq_?)?len|(^|_)start_loc$|seq_loc$"),
-    "max_seqlen": re.compile(r"^max_?seq_?len"),
-    "offset": re.compile(r"offset|start_pos|position_start|^past_len"),
-    "seq_dim": re.compile(r"(^|_)seq(uence)?_(dim|axis)$"),
-    "positions": re.compile(r"pos(ition)?|(^|_)ids$"),
-}
-# Names of parameters that never take a tensor to rotate.
-_OTHER = re.compile(r"config|mask|cache|past_key|^grid_(sizes?|thw)$")
+from tightrope.patching import (
+    COS_SIN_NAMES,
+    FORMS as FORMS,
+    TABLE_NAMES,
+    Form as Form,
+    role_of,
+)
 
 
 class Argument(NamedTuple):
@@ -134,6 +69,14 @@ class Call:
         return f"{names} -> cos, sin" if self.form.gives_tables else names
 
 
+def takes(form: Form, roles: Sequence[str]) -> bool:
+    """Return whether a call may have arguments of these roles: one or two that rotate, and the others of the form."""
+    given = {*roles}
+    rotated = ({"x"},) if form.gives_tables else ({"x"}, {"q"}, {"q", "k"})
+    rest = given - {*form.roles, *form.others}
+    return len(given) == len(roles) and given >= {*form.roles} and rest in rotated
+
+
 def signature(function: Any) -> inspect.Signature | None:
     """The signature that callers see, or None if it cannot be read."""
     if isinstance(function, torch.nn.Module):
@@ -156,7 +99,9 @@ def calls_of(function: Any) -> list[Call]:
         return []
     every = [each for each in every if each.kind is not each.VAR_KEYWORD]
     tables = [each.name for each in every if _names_table(each)]
-    where = {role for role in map(_role, every) if role in ("positions", "offset")}
+    where = {
+        role for role in (role_of(each.name) for each in every) if role in ("positions", "offset")
+    }
     found = []
     for form in FORMS.values():
         of_tables = form.roles if form.takes_tables else ()
@@ -175,7 +120,7 @@ def left_out(function: Any, call: Call) -> dict[str, Argument]:
     used, seen = {each.name for each in call.arguments}, signature(function)
     found = {}
     for each in () if seen is None else seen.parameters.values():
-        role = _role(each)
+        role = role_of(each.name)
         needed = each.default is each.empty
         if role is not None and role not in call.roles and each.name not in used and not needed:
             found[role] = Argument(role, each.name, keyword=True)
@@ -185,16 +130,10 @@ def left_out(function: Any, call: Call) -> dict[str, Argument]:
 def _names_table(parameter: inspect.Parameter) -> bool:
     """True if a parameter that must be given, or is None by default, has the name of a table."""
     name, default = parameter.name, parameter.default
-    if default is None and _role(parameter) == "seq_dim":
+    if default is None and role_of(parameter.name) == "seq_dim":
         return False
     named = COS_SIN_NAMES.search(name) or TABLE_NAMES.search(name)
     return named is not None and default in (None, parameter.empty)
-
-
-def _role(parameter: inspect.Parameter) -> str | None:
-    """The role that a parameter's name suggests; None for tables and unknown names."""
-    name = parameter.name.lower()
-    return next((role for role, names in _NAMES.items() if names.search(name)), None)
 
 
 def _arguments(
@@ -213,7 +152,7 @@ def _arguments(
     if {"x", "k"} <= found.keys():
         found["x"] = found["x"]._replace(role="q")
     arguments = tuple(found.values())
-    return arguments if form.takes([each.role for each in arguments]) else None
+    return arguments if takes(form, [each.role for each in arguments]) else None
 
 
 def _choices(form: Form, parameter: inspect.Parameter) -> tuple[str, ...]:
@@ -221,11 +160,11 @@ def _choices(form: Form, parameter: inspect.Parameter) -> tuple[str, ...]:
 
     If the function takes tables, each one that is required is tried as a tensor that rotates.
     """
-    role, optional = _role(parameter), parameter.default is not parameter.empty
+    role, optional = role_of(parameter.name), parameter.default is not parameter.empty
     if role not in (None, "q", "k"):
         # Where optional, a remnant of functions that indexed their tables themselves.
         remnant = optional and (form.takes_tables or role == "offset")
         return (role,) if role in form.roles or (role in form.others and not remnant) else ()
-    if optional or _OTHER.search(parameter.name):
+    if optional:
         return ("k",) if role == "k" else ()
     return ("x", "k") if form.takes_tables or role is not None else ("x",)

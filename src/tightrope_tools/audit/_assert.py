@@ -16,17 +16,18 @@ import torch
 
 from tightrope._errors import bad_type, bad_value, public
 from tightrope.frequencies import Given
+from tightrope.patching import FORMS
 from tightrope.spec import RopeSpec
 from tightrope_tools.forms import left_out, signature
 
 from ._audit import audit
 from ._call import (
     NOTHING,
-    TABLES,
     CallFailed,
     Subject,
     counted_rows,
     describe_error,
+    index_of,
     undisturbed,
 )
 from ._compare import compare
@@ -503,12 +504,15 @@ def _shown(name: str, subject: Subject, spec: RopeSpec | None) -> tuple[str, ...
     width = 2 * len(subject.rates)
     made = repr(spec) if spec is not None and spec.rotary_dim == width else f"RopeSpec({width})"
     both = f'{made}.cos_sin({_code(last["ids"])}, tables="{way.width}")'
-    if index := TABLES[way.table_shape]:
+    if index := index_of(way.table_shape):
         words = (":" if isinstance(each, slice) else str(each) for each in index)
         both = f"(t[{', '.join(words)}] for t in {both})"
-    built = f"({tables[0]},) = FORMS[{way.form.name!r}].build(cos, sin)"
-    more = ("from tightrope_tools.forms import FORMS", built) if tables != ("cos", "sin") else ()
-    return (call, f"cos, sin = {both}", *more)
+    lines = (call, f"cos, sin = {both}")
+    if tables == ("cos", "sin"):
+        return lines
+    form = next(name for name, form in FORMS.items() if form is way.form)
+    built = f"({tables[0]},) = FORMS[{form!r}].build(cos, sin)"
+    return (*lines, "from tightrope.patching import FORMS", built)
 
 
 def _code(value: Any) -> str:

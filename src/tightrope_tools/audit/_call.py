@@ -13,21 +13,10 @@ from typing import Any
 import torch
 
 from tightrope.functional import apply_rotary_pos_emb
-from tightrope_tools.forms import WIDTHS, Argument, Call
+from tightrope.patching import WIDTHS
+from tightrope_tools.forms import Argument, Call
 
-#: Layouts of x, likeliest first: b is batch, h heads, s sequence, d channels, t the tokens of all sequences
-#: packed into one dimension.
-LAYOUTS = ("bhsd", "bshd", "bsd", "sbhd", "thd", "sd")
-
-_ALL = slice(None)
-#: Shapes of tables, each with the index that makes it from (batch, sequence, channels).
-TABLES: dict[str, tuple[Any, ...]] = {
-    "bsd": (),
-    "sd": (0,),
-    "b1sd": (_ALL, None),
-    "bs1d": (_ALL, _ALL, None),
-    "s11d": (0, _ALL, None, None),
-}
+_ALL: Any = slice(None)
 
 
 class CallFailed(Exception):
@@ -75,6 +64,14 @@ def _into(x: torch.Tensor, layout: str) -> torch.Tensor:
 def _back(y: torch.Tensor, layout: str) -> torch.Tensor:
     _, inverse, lacks = _order(layout)
     return y[(None,) * len(lacks)].permute(inverse)
+
+
+def index_of(shape: str) -> tuple[Any, ...]:
+    """The index that makes a table of a shape, in letters, from one of (batch, sequence, channels)."""
+    index = [0] * ("b" not in shape) + [_ALL if letter in "bs" else None for letter in shape[:-1]]
+    while index and index[-1] is _ALL:
+        index.pop()
+    return tuple(index)
 
 
 #: The role of an argument that is None in each call, such as k where q rotates alone.
@@ -145,7 +142,7 @@ class Way(Call):
         if "b" not in self.layout or (self.takes_positions and self.shared_positions):
             return False
         if self.form.takes_tables:
-            return self.takes_rows or self.table_shape not in ("sd", "s11d")
+            return self.takes_rows or "b" in self.table_shape
         return True
 
 
@@ -336,7 +333,7 @@ class Subject:
         made = (angle.cos(), angle.sin()) if self.made is None else self.made(ids)
         dtype = x.dtype if way.form.narrow else torch.float32
         wide = (WIDTHS[way.width](table).to(x.device, dtype) for table in made)
-        return (table[TABLES[way.table_shape]] for table in wide)
+        return (table[index_of(way.table_shape)] for table in wide)
 
     def _turned(self, x: torch.Tensor, tables: Any) -> torch.Tensor:
         """Rotate x by the tables that the function returned."""

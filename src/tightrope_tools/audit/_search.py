@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from tightrope._errors import bad_value
+from tightrope.patching import FORMS, LAYOUTS, TABLE_SHAPES, WIDTHS
 from tightrope.spec import RopeSpec
-from tightrope_tools.forms import FORMS, WIDTHS, Argument, Call, calls_of, signature
+from tightrope_tools.forms import Argument, Call, calls_of, signature, takes
 
-from ._call import LAYOUTS, CallFailed, Subject, Way, fresh
+from ._call import CallFailed, Subject, Way, fresh
 from ._together import Target
 
 # Likeliest first; another number must be stated.
@@ -158,9 +159,9 @@ def _calls(fn: Callable[..., Any]) -> list[Call]:
 
 def _variants(call: Way, layout: str | None, width: str | None) -> Iterator[Way]:
     layouts: Sequence[str] = LAYOUTS if layout is None else (layout,)
-    shapes = ["sd"] if call.takes_rows else ["bsd", "sd", "b1sd", "bs1d", "s11d"]
+    shapes = ["sd"] if call.takes_rows else [*TABLE_SHAPES]
     if call.packed:
-        shapes = ["sd", "s11d"]
+        shapes = [shape for shape in TABLE_SHAPES if "b" not in shape]
         layouts = ("thd", "bshd", "bhsd", "bsd", "sd") if layout is None else layouts
     widths: Sequence[str] = call.form.widths if width not in call.form.widths else (width,)
     if call.form.gives_tables:
@@ -263,7 +264,7 @@ def parse(text: str) -> Call:
     roles = [name.strip() for name in head.split(",")]
     if "".join(result.split()) == "cos,sin" * bool(arrow):
         for form in FORMS.values():
-            if form.gives_tables == bool(arrow) and form.takes(roles):
+            if form.gives_tables == bool(arrow) and takes(form, roles):
                 return Call(form, tuple(map(Argument, roles)))
     listed = ", ".join(dict.fromkeys(role for form in FORMS.values() for role in form.roles))
     raise bad_value(
