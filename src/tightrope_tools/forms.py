@@ -42,16 +42,33 @@ class Argument(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
-    """One way to call a function.
+class Way:
+    """One way to call a function, including layouts and shapes of the arguments.
 
     Attributes:
         form: how the function takes its angles.
         arguments: the arguments in parameter order.
+        layout: the layout of x, q and k.
+        shared_positions: whether positions are ``(tokens,)`` and not ``(rows, tokens)``.
+        width: how tables hold the entry of each pair, a key of WIDTHS.
+        table_shape: the dimensions of these tables.
+        row_offsets: whether offsets are ``(rows,)`` and not one number.
+        axes: the number of coordinates of a position. With several, positions ``(axes, rows, tokens)`` with
+            equal coordinates, as in text, are passed on.
+        counts: which calls a function of positions gets, if it does not rotate each token by its own: "from 0" or
+            "from the first", calls with one position after the other; "rising", with positions in this order;
+            "in tables", tables from position 0 on, of which an offset states the first.
     """
 
     form: Form
     arguments: tuple[Argument, ...]
+    layout: str = "bhsd"
+    shared_positions: bool = False
+    width: str = "cat"
+    table_shape: str = "bsd"
+    row_offsets: bool = False
+    axes: int = 1
+    counts: str = ""
 
     @cached_property
     def roles(self) -> frozenset[str]:
@@ -67,6 +84,48 @@ class Call:
     def __str__(self) -> str:
         names = ", ".join(each.role for each in self.arguments)
         return f"{names} -> cos, sin" if self.form.gives_tables else names
+
+    @property
+    def takes_positions(self) -> bool:
+        """True if the function computes angles from positions."""
+        return "positions" in self.form.roles
+
+    @property
+    def takes_rows(self) -> bool:
+        """True if the function takes tables and the indices of their rows."""
+        return self.form.takes_tables and "positions" in self.roles
+
+    @property
+    def takes_ids(self) -> bool:
+        """True if tokens may have arbitrary positions; otherwise the function numbers them itself."""
+        counts = self.counts.startswith("from")
+        return (self.takes_positions and not counts) or self.form.takes_tables
+
+    @property
+    def takes_offset(self) -> bool:
+        """True if the first token may have any position, and the function counts from it."""
+        return self.counts == "from the first" or ("offset" in self.roles and not self.counts)
+
+    @property
+    def packed(self) -> bool:
+        """True if rows are packed into one, and the function gets where each begins."""
+        return "cu_seqlens" in self.roles
+
+    @property
+    def takes_keys(self) -> bool:
+        """True if the function takes q and k in one call."""
+        return "k" in self.roles
+
+    @property
+    def rows_differ(self) -> bool:
+        """True if rows may have different positions in one call."""
+        if self.packed:
+            return not self.form.takes_tables
+        if "b" not in self.layout or (self.takes_positions and self.shared_positions):
+            return False
+        if self.form.takes_tables:
+            return self.takes_rows or "b" in self.table_shape
+        return True
 
 
 def takes(form: Form, roles: Sequence[str]) -> bool:
@@ -87,7 +146,7 @@ def signature(function: Any) -> inspect.Signature | None:
         return None
 
 
-def calls_of(function: Any) -> list[Call]:
+def calls_of(function: Any) -> list[Way]:
     """Ways to call a function that its parameter names suggest, likeliest first.
 
     Names only suggest what to try; the caller verifies each way numerically. Where they tell cosines from sines, the
@@ -110,12 +169,12 @@ def calls_of(function: Any) -> list[Call]:
             continue
         orders = (dict(zip(tables, order)) for order in permutations(of_tables))
         given = (_arguments(form, every, order) for order in orders)
-        calls = [Call(form, each) for each in given if each is not None]
+        calls = [Way(form, each) for each in given if each is not None]
         found += [call for call in calls if call.names_its_form] or calls
     return found
 
 
-def left_out(function: Any, call: Call) -> dict[str, Argument]:
+def left_out(function: Any, call: Way) -> dict[str, Argument]:
     """Return the optional arguments that a call leaves out, by the roles that their names suggest."""
     used, seen = {each.name for each in call.arguments}, signature(function)
     found = {}

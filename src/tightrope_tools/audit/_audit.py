@@ -14,7 +14,7 @@ from . import _calls, _corrections, _ids, _rotation
 from ._call import CallFailed, Subject, describe_error, undisturbed
 from ._log import Log
 from ._report import Report, unseen
-from ._search import Hints, NoCallFound, subject_of
+from ._search import NoCallFound, subject_of
 from ._targets import resolve
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -91,12 +91,12 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     ('sign',) geometric, base 10000
     """
     found = resolve(target, make=make, layer_type=layer_type, spec=spec, partner=partner)
+    found = found.called(form=form, layout=layout, tables=tables, head_dim=head_dim)
     declared = found.spec if spec is None else spec
     check_options(declared, head_dim, device, dtypes, longest)
-    hints = Hints(form, layout, tables, head_dim)
     with undisturbed():
         try:
-            subject = subject_of(found, hints, declared, device)
+            subject = subject_of(found, declared, device)
         except NoCallFound as error:
             return unseen(found.name, "cannot-call", str(error))
         log = Log(found.name, subject, declared, tuple(dtypes), longest, recorded=found.recorded)

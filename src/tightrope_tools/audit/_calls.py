@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._call import CallFailed, Subject, gradient
+from ._alike import Call, results
+from ._call import CallFailed, Subject
 from ._log import Log
 from ._profile import DENSE, NEAR, ODD, SHORT, Profile, apart, matrices
 
@@ -404,17 +405,14 @@ def check_gradients(log: Log) -> None:
 
 def _gradient(log: Log, subject: Subject, name: str) -> None:
     maps = matrices(subject, _GRADIENTS)
-    leaf = subject.random(1, 2, len(_GRADIENTS), seed=21).requires_grad_()
-    generator = torch.Generator().manual_seed(22)
+    call = Call("", (_GRADIENTS,), 2, mode="gradient")
+    (x,), (out,) = (call.random(subject, 1, seed) for seed in (21, 22))
     with log.refusal("gradient-raises", name=name):
-        # A copy of the leaf, as an in-place function may write to it.
-        y = subject.rotate(leaf * 1.0, _GRADIENTS)
-        cotangent = torch.randn(y.shape, generator=generator).to(y)
-        seen = gradient(y, leaf, cotangent)
+        seen = results(subject, call, [x], [out]).get("the gradient of x")
         if seen is None:
             log.add("gradient-missing", name=name)
             return
-        flat, got = (t.detach().cpu().double() for t in (cotangent, seen))
+        flat, got = (t.detach().cpu().double() for t in (out, seen))
         # [tokens, out, in] and [.., tokens, out] -> [.., tokens, in]
         wanted = torch.einsum("toi,bhto->bhti", maps, flat)
         diagonal = maps.diagonal(dim1=-2, dim2=-1)

@@ -28,7 +28,7 @@ from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
 
 from ._call import describe_error, undisturbed
-from ._search import Hints, NoCallFound, subject_of
+from ._search import NoCallFound, subject_of
 from ._together import Target, together
 
 _FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_][\w.]*)$")
@@ -124,7 +124,7 @@ def from_stack(name: str, spec: RopeSpec | None) -> Target:
         return functional.rotate(x, spec.at(where, stack=stack))
 
     form = "x, positions"
-    return Target(f"{_STACK}{name}", fn, None, spec, form, "bhsd", spec.head_dim)
+    return Target(f"{_STACK}{name}", fn, None, spec, form, "bhsd", head_dim=spec.head_dim)
 
 
 def _imported(target: str) -> Callable[..., Any]:
@@ -252,7 +252,7 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
             with undisturbed():
                 found = together(Target(name, make(), make, spec), apply)
                 found = replace(found, name=name, unread=str(unread or ""))
-                subject_of(found, Hints(), spec, "cpu")
+                subject_of(found, spec, "cpu")
                 return found
         except NoCallFound as error:
             why = str(error)

@@ -12,7 +12,7 @@ import torch
 from tightrope._errors import bad_value
 from tightrope.patching import role_of
 from tightrope.spec import RopeSpec
-from tightrope_tools.forms import Argument, Call, calls_of, signature
+from tightrope_tools.forms import Argument, Way, calls_of, signature
 
 from ._call import passed
 
@@ -30,7 +30,7 @@ class Target:
         fn: the function.
         make: returns a new function; None if ``fn`` is copied instead.
         spec: the intended rotation, if known.
-        form, layout, head_dim: how to call it, if known.
+        form, layout, tables, head_dim: how to call it, if known; named as in :func:`tightrope_tools.audit.audit`.
         unread: why a config gave no spec.
         recorded: whether the conversion record beside a config states "interleaved"; None if there is none.
     """
@@ -41,9 +41,15 @@ class Target:
     spec: RopeSpec | None = None
     form: str | None = None
     layout: str | None = None
+    tables: str | None = None
     head_dim: int | None = None
     unread: str = ""
     recorded: bool | None = None
+
+    def called(self, **options: Any) -> Target:
+        """Return the target with what a user states about its call; None leaves what is known."""
+        given = {name: each for name, each in options.items() if each is not None}
+        return replace(self, **given)
 
 
 def together(target: Target, partner: Target) -> Target:
@@ -84,7 +90,7 @@ def together(target: Target, partner: Target) -> Target:
     return replace(target, name=name, fn=join(target.fn), make=make, form=", ".join(rest))
 
 
-def _applied(fn: Callable[..., Any]) -> Call | None:
+def _applied(fn: Callable[..., Any]) -> Way | None:
     """The likeliest call with tables, or None if the function takes none."""
     return next((each for each in calls_of(fn) if each.form.takes_tables), None)
 
@@ -116,7 +122,7 @@ class Together:
 
     rotary: Callable[..., Any]
     apply_function: Callable[..., Any]
-    call: Call
+    call: Way
     given: list[Argument]
     roles: list[str]
 

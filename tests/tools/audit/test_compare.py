@@ -110,11 +110,11 @@ ELSEWHERE: dict[str, tuple[Rope, str, str]] = {
     "a jump": (at(lambda _, p: p + (p > 8192)), "position-jump", "off by +1"),
     "no gradient": (lambda x, p: rope()(x.detach(), p), "gradient-missing", "missing"),
     "x in 16 bits": (lambda x, p: rope()(x.bfloat16().to(x.dtype), p), "not-linear", "16 bits"),
-    "one position": (at(lambda _, p: p + (p == 1000)), "calls", "many tokens"),
-    "long calls": (at(lambda x, p: p + (x.shape[2] >= 3000)), "calls", "many tokens"),
+    "one position": (at(lambda _, p: p + (p == 1000)), "calls", "5,000 tokens"),
+    "long calls": (at(lambda x, p: p + (x.shape[2] >= 3000)), "calls", "5,000 tokens"),
     "without gradients": (
         at(lambda _, p: p + (not torch.is_grad_enabled())),
-        *("calls", "a token alone, without gradients"),
+        *("calls", "a token at position 0, without gradients"),
     ),
 }
 
