@@ -1,4 +1,4 @@
-"""The calls of a rotary function that the names of its parameters suggest.
+"""The calls of a rotary function that the names of its parameters suggest, and the channels of its pairs.
 
 Code that tests an unknown rotary function tries the entries of :data:`FORMS`. They stand in `tightrope.patching`, with the
 roles that names suggest: to support another way of passing angles, add an entry there.
@@ -22,6 +22,7 @@ from tightrope.patching import (
     Form as Form,
     role_of,
 )
+from tightrope.spec import RopeSpec
 
 
 class Argument(NamedTuple):
@@ -227,3 +228,24 @@ def _choices(form: Form, parameter: inspect.Parameter) -> tuple[str, ...]:
     if optional:
         return ("k",) if role == "k" else ()
     return ("x", "k") if form.takes_tables or role is not None else ("x",)
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """Two channels that turn together, first < second."""
+
+    first: int
+    second: int
+
+
+def pairs_in(start: int, rotary_dim: int, interleaved: bool) -> list[Pair]:
+    """The channels of each pair of a slice."""
+    step, stride = (1, 2) if interleaved else (rotary_dim // 2, 1)
+    return [Pair(start + stride * k, start + stride * k + step) for k in range(rotary_dim // 2)]
+
+
+def pairs_of(spec: RopeSpec) -> list[Pair]:
+    """The channels of each pair of a spec."""
+    return pairs_in(spec.start, spec.rotary_dim, spec.interleaved)

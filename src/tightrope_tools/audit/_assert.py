@@ -192,16 +192,8 @@ def _of_reference(function: object, like: object, options: dict[str, Any]) -> di
 
 
 def _target(target: object, options: dict[str, Any], spec: RopeSpec | None = None) -> Target:
-    names = ("make", "layer_type", "partner")
-    return resolve(target, spec=spec, **{name: options[name] for name in names if name in options})
-
-
-def _subject(
-    target: Target, options: dict[str, Any], spec: RopeSpec | None = None, dim: int | None = None
-) -> Subject:
-    stated = {name: options.get(name) for name in ("head_dim", *_HOW)}
-    target = target.called(head_dim=dim).called(**stated)
-    return subject_of(target, spec, options.get("device", "cpu"))
+    others = ("dtypes", "longest", "device")
+    return resolve(target, spec=spec, **{k: v for k, v in options.items() if k not in others})
 
 
 def _exact(own: Target, spec: RopeSpec, options: dict[str, Any]) -> tuple[Subject, Subject]:
@@ -209,7 +201,7 @@ def _exact(own: Target, spec: RopeSpec, options: dict[str, Any]) -> tuple[Subjec
 
     Tables of another format may also give a rotation: those with which results agree are its own.
     """
-    mine = _subject(own, options, spec)
+    mine = subject_of(own, spec, options.get("device", "cpu"))
     widths: tuple[str, ...] = ()
     if mine.way.form.takes_tables:
         widths = mine.way.form.widths if options.get("tables") is None else ()
@@ -217,7 +209,7 @@ def _exact(own: Target, spec: RopeSpec, options: dict[str, Any]) -> tuple[Subjec
         start = spec.start if spec.start + 2 * len(rates) <= spec.head_dim else 0
         given = Given(rates)
         spec = replace(spec, rotary_dim=2 * len(rates), start=start, scaling=given, axes=None)
-    theirs = _subject(from_stack("exact", spec), {"device": mine.device}, spec)
+    theirs = subject_of(from_stack("exact", spec), spec, mine.device)
     ways = [mine, *(replace(mine, way=replace(mine.way, width=each)) for each in widths)]
     return next(filter(lambda each: _agree(each, theirs, False), ways), mine), theirs
 
@@ -232,19 +224,20 @@ def _alike(own: Target, like: object, options: dict[str, Any]) -> tuple[Subject,
 
     A fault may mislead the search for a call, but functions with parameters of the same names may differ in layout.
     """
-    given = _of_reference(own.fn, like, options)
+    given, device = _of_reference(own.fn, like, options), options.get("device", "cpu")
     try:
-        theirs = _subject(_target(like, given), given)
+        theirs = subject_of(_target(like, given), None, device)
     except NoCallFound as error:
         why = str(error).rstrip(".")
         raise bad_value(
             f"like must return a rotated x of the same shape but no call was found that does: {why}"
         ) from None
     ways = []
-    if own.form is None and _are_called_alike(own.fn, like):
+    if own.form == options.get("form") and _are_called_alike(own.fn, like):
         ways = [replace(theirs, fn=own.fn, make=own.make)]
     with suppress(*[NoCallFound] * len(ways)):
-        ways.append(_subject(own, options, None, theirs.head_dim))
+        own = replace(own, head_dim=own.head_dim or theirs.head_dim)
+        ways.append(subject_of(own, None, device))
     mine = next(filter(lambda each: _agree(each, theirs), ways), ways[0])
     if mine.way.form.takes_tables != theirs.way.form.takes_tables:
         raise bad_value(

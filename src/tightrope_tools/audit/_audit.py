@@ -13,6 +13,7 @@ from tightrope.spec import RopeSpec
 from . import _calls, _corrections, _ids, _rotation
 from ._call import CallFailed, Subject, describe_error, undisturbed
 from ._log import Log
+from ._profile import Near
 from ._report import Report, unseen
 from ._search import NoCallFound, subject_of
 from ._targets import resolve
@@ -90,8 +91,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     >>> print(report.codes, report.facts["frequencies"])
     ('sign',) geometric, base 10000
     """
-    found = resolve(target, make=make, layer_type=layer_type, spec=spec, partner=partner)
-    found = found.called(form=form, layout=layout, tables=tables, head_dim=head_dim)
+    stated = {"form": form, "layout": layout, "tables": tables, "head_dim": head_dim}
+    found = resolve(target, make=make, layer_type=layer_type, spec=spec, partner=partner, **stated)
     declared = found.spec if spec is None else spec
     check_options(declared, head_dim, device, dtypes, longest)
     with undisturbed():
@@ -176,7 +177,7 @@ def check_all(log: Log) -> None:
     _calls.check_equal(log)
     if log.found("nondeterminism", "not-finite"):
         return
-    log.measure_near()
+    log.near = Near.of(log.subject)
     if not log.near.is_finite:
         log.add("not-finite", "unit vectors at positions near 0")
         return

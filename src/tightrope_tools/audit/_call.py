@@ -110,10 +110,6 @@ class Subject:
     given: list[Any] = field(default_factory=list, compare=False)
     last: dict[str, Any] = field(default_factory=dict, compare=False)
 
-    def keys(self) -> Subject:
-        """Return the function of k alone, of a function of q and k."""
-        return replace(self, side=1)
-
     @property
     def most_heads(self) -> int | None:
         """The number of heads that x can have; None for any."""

@@ -17,7 +17,7 @@ import torch
 from ._alike import Call, results
 from ._call import CallFailed, Subject
 from ._log import Log
-from ._profile import DENSE, NEAR, ODD, SHORT, Profile, apart, matrices
+from ._profile import DENSE, NEAR, ODD, SHORT, Near, Profile, apart, matrices
 
 _WHERE = (1, 3, 5, 9, 2)
 _SAME = 1e-5
@@ -309,7 +309,7 @@ def check_memory(log: Log) -> None:
     name = "results do not depend on later tokens"
     if log.found("history"):
         log.subject = replace(log.subject, renew=log.subject.make is not None)
-        log.measure_near()  # after long calls, those near 0 may have other results
+        log.near = Near.of(log.subject)  # after long calls, those near 0 may have other results
         if not log.subject.renew:
             log.skip(name, "they depend on earlier calls")
             return
@@ -400,7 +400,7 @@ def check_gradients(log: Log) -> None:
         _gradient(log, fresh, "q" if fresh.way.takes_keys else "x")
     if log.subject.way.takes_keys:
         with log.check("gradients of k") as fresh:
-            _gradient(log, fresh.keys(), "k")
+            _gradient(log, replace(fresh, side=1), "k")
 
 
 def _gradient(log: Log, subject: Subject, name: str) -> None:

@@ -102,19 +102,24 @@ def compare(  # noqa: PLR0913  (one argument for each option)
     >>> found.ok, found.facts["rounding of gradients, bfloat16"]
     (True, ('each', 'each'))
     """
-    targets = _targets(first, second, spec, make, layer_type)
+    options: dict[str, Any] = {"layer_type": layer_type, "head_dim": head_dim}
+    own = {"make": make, "form": form, "layout": layout, "tables": tables, **options}
+    if names_stack(first):
+        other = resolve(second, spec=spec, **options)
+        targets = [resolve(first, spec=spec or other.spec, **own), other]
+    else:
+        one = resolve(first, **own)
+        targets = [one, resolve(second, spec=spec or one.spec, **options)]
     spec = spec or targets[0].spec or targets[1].spec
     check_options(spec, head_dim, device)
-    options: dict[str, Any] = {"form": form, "layout": layout, "tables": tables}
-    options["head_dim"] = head_dim
     sides: list[tuple[Log, Profile]] = []
     with undisturbed():
         try:
             for target in targets:
-                sides.append(_measured(target.called(**options), spec, device))
-                # The call of the second is found by trying.
-                dim = head_dim or targets[1].head_dim or sides[0][1].subject.head_dim
-                options = {"head_dim": dim}
+                # The call of the second is found by trying, with the channels of the first.
+                dim = sides[0][1].subject.head_dim if sides else None
+                known = replace(target, head_dim=target.head_dim or dim)
+                sides.append(_measured(known, spec, device))
             return _compared(*sides)
         except NoCallFound as error:
             raise bad_value(
@@ -123,21 +128,6 @@ def compare(  # noqa: PLR0913  (one argument for each option)
             ) from None
         except CallFailed as error:
             raise bad_value(f"every call must succeed but one failed later: {error}") from None
-
-
-def _targets(
-    first: object, second: object, spec: RopeSpec | None, make: bool, layer_type: str | None
-) -> list[Target]:
-    """Resolve both targets; a stack gets the spec of the other target if none is given."""
-
-    def found(target: object, make: bool, spec: RopeSpec | None) -> Target:
-        return resolve(target, make=make, layer_type=layer_type, spec=spec)
-
-    if names_stack(first):
-        other = found(second, False, spec)
-        return [found(first, make, spec or other.spec), other]
-    own = found(first, make, None)
-    return [own, found(second, False, spec or own.spec)]
 
 
 def _measured(target: Target, spec: RopeSpec | None, device: str) -> tuple[Log, Profile]:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from tightrope.spec import RopeSpec
+from tightrope_tools.forms import Pair, pairs_of
 
 from ._identify import identify, nice
 from ._log import Log
-from ._profile import NARROW, NEAR, Pair, Profile, agree, flips, measure, pairs_of, wrapped
+from ._profile import NARROW, NEAR, Profile, agree, flips, measure, wrapped
 
 CLOSE = 1e-4
 """Largest relative error of a frequency that counts as equal. float32 gives 1e-6."""

@@ -52,18 +52,30 @@ def resolve(
     layer_type: str | None = None,
     spec: RopeSpec | None = None,
     partner: object = None,
+    **stated: Any,
 ) -> Target:
     """Resolve the ``target`` argument of an audit, together with its partner, if any.
 
     Args:
         spec: the rotation of ``"stack:NAME"``; other targets do not use it.
+        stated: form, layout, tables and head_dim, as in :func:`tightrope_tools.audit.audit`.
 
     Raises:
         ValueError, TypeError: the target does not exist or cannot be called.
     """
+    found = _found(target, make, layer_type, spec)
     if partner is not None:
-        own = resolve(target, make=make, layer_type=layer_type, spec=spec)
-        return together(own, resolve(partner))
+        found = together(found, _found(partner))
+    given = {name: value for name, value in stated.items() if value is not None}
+    return replace(found, **given)
+
+
+def _found(
+    target: object,
+    make: bool = False,
+    layer_type: str | None = None,
+    spec: RopeSpec | None = None,
+) -> Target:
     if isinstance(target, Target):
         return target
     if isinstance(target, str) and names_stack(target):

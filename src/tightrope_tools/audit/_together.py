@@ -46,11 +46,6 @@ class Target:
     unread: str = ""
     recorded: bool | None = None
 
-    def called(self, **options: Any) -> Target:
-        """Return the target with what a user states about its call; None leaves what is known."""
-        given = {name: each for name, each in options.items() if each is not None}
-        return replace(self, **given)
-
 
 def together(target: Target, partner: Target) -> Target:
     """Return the target of two functions, one of which makes the tables that the other takes.
