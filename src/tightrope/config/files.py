@@ -88,6 +88,11 @@ class Record:
     key: ClassVar[str] = "tightrope.convert"
     old_key: ClassVar[str] = "tightrope.pairing"
 
+    @property
+    def source(self) -> str:
+        """The record as the source of a pairing."""
+        return f"the conversion record {'' if self.where == RECORD else 'in '}{self.where}"
+
     @staticmethod
     def slice_of(spec: RopeSpec) -> str:
         """Name the slice of a head that a spec rotates, as records do."""
@@ -157,7 +162,7 @@ def records_beside(config: object) -> list[Record]:
     folder = path if path.is_dir() else path.parent
     if not (path.is_dir() or path.name in NAMES):
         return []
-    shards = {file: _in_weights(file) for file in sorted(folder.glob("model*.safetensors"))}
+    shards = {file: _in_weights(file) for file in sorted(folder.glob("*.safetensors"))}
     _check_shards(shards)
     found = [one for records in shards.values() for one in records]
     if (folder / RECORD).is_file():
