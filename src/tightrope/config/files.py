@@ -171,12 +171,12 @@ def records_beside(config: object) -> list[Record]:
 
 
 def _check_shards(shards: Mapping[Path, list[Record]]) -> None:
-    """Refuse shards of which only some were converted, as one pairing would be read for all of them."""
+    """Refuse files of which only some were converted, as one pairing would be read for all of them."""
     records = [record for each in shards.values() for record in each]
-    known = {name for record in records for name in record.tensors | record.left}
-    alike = {_numbered(name) for name in known}
+    left = {name for record in records for name in record.left}
+    alike = {_numbered(name) for record in records for name in record.tensors | record.left}
     for path in [path for path, each in shards.items() if records and not each]:
-        names = sorted(_parsed(_header_of(path)).keys() - known)
+        names = sorted(_parsed(_header_of(path)).keys() - left)
         if rest := [name for name in names if _numbered(name) in alike]:
             fail(
                 f"all shards must have one pairing but {records[0].where} was converted and {path.name} was not "
