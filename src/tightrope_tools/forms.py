@@ -87,6 +87,11 @@ class Way:
         return f"{names} -> cos, sin" if self.form.gives_tables else names
 
     @property
+    def takes_tables(self) -> bool:
+        """True if the caller passes cosines and sines, in any format."""
+        return self.form.build is not None
+
+    @property
     def takes_positions(self) -> bool:
         """True if the function computes angles from positions."""
         return "positions" in self.form.roles
@@ -94,13 +99,13 @@ class Way:
     @property
     def takes_rows(self) -> bool:
         """True if the function takes tables and the indices of their rows."""
-        return self.form.takes_tables and "positions" in self.roles
+        return self.takes_tables and "positions" in self.roles
 
     @property
     def takes_ids(self) -> bool:
         """True if tokens may have arbitrary positions; otherwise the function numbers them itself."""
         counts = self.counts.startswith("from")
-        return (self.takes_positions and not counts) or self.form.takes_tables
+        return (self.takes_positions and not counts) or self.takes_tables
 
     @property
     def takes_offset(self) -> bool:
@@ -121,10 +126,10 @@ class Way:
     def rows_differ(self) -> bool:
         """True if rows may have different positions in one call."""
         if self.packed:
-            return not self.form.takes_tables
+            return not self.takes_tables
         if "b" not in self.layout or (self.takes_positions and self.shared_positions):
             return False
-        if self.form.takes_tables:
+        if self.takes_tables:
             return self.takes_rows or "b" in self.table_shape
         return True
 
@@ -164,7 +169,7 @@ def calls_of(function: Any) -> list[Way]:
     }
     found = []
     for form in FORMS.values():
-        of_tables = form.roles if form.takes_tables else ()
+        of_tables = form.roles if form.build is not None else ()
         counts = form.roles in ((), ("offset",))  # such a form leaves out no positions
         if len(tables) != len(of_tables) or (counts and not where <= {*form.roles}):
             continue
@@ -223,11 +228,11 @@ def _choices(form: Form, parameter: inspect.Parameter) -> tuple[str, ...]:
     role, optional = role_of(parameter.name), parameter.default is not parameter.empty
     if role not in (None, "q", "k"):
         # Where optional, a remnant of functions that indexed their tables themselves.
-        remnant = optional and (form.takes_tables or role == "offset")
+        remnant = optional and (form.build is not None or role == "offset")
         return (role,) if role in form.roles or (role in form.others and not remnant) else ()
     if optional:
         return ("k",) if role == "k" else ()
-    return ("x", "k") if form.takes_tables or role is not None else ("x",)
+    return ("x", "k") if form.build is not None or role is not None else ("x",)
 
 
 # --- pairs ----------------------------------------------------------------------------------------

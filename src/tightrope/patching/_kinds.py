@@ -47,11 +47,6 @@ class Form(NamedTuple):
     gives_tables: bool = False
     others: tuple[str, ...] = ("seq_dim", "positions", "offset", "cu_seqlens", "max_seqlen")
 
-    @property
-    def takes_tables(self) -> bool:
-        """True if the caller passes cosines and sines, in any format."""
-        return self.build is not None
-
 
 def _parts(table: torch.Tensor) -> Both:
     cos, sin = torch.view_as_real(table).unbind(-1)  # raises an error for real tables

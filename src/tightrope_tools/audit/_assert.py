@@ -159,7 +159,7 @@ def _named(function: object, like: object, failure: Failure, options: dict[str, 
     given, way = dict(options), failure.mine.way
     if not any(each.keyword for each in way.arguments):
         found = {"form": str(way), "layout": way.layout}
-        found |= {"tables": way.width} if way.form.takes_tables else {}
+        found |= {"tables": way.width} if way.takes_tables else {}
         given = found | {name: value for name, value in options.items() if value is not None}
     with suppress(ValueError, TypeError):
         right = audit(like, **_of_reference(function, like, given))
@@ -203,7 +203,7 @@ def _exact(own: Target, spec: RopeSpec, options: dict[str, Any]) -> tuple[Subjec
     """
     mine = subject_of(own, spec, options.get("device", "cpu"))
     widths: tuple[str, ...] = ()
-    if mine.way.form.takes_tables:
+    if mine.way.takes_tables:
         widths = mine.way.form.widths if options.get("tables") is None else ()
         rates = tuple(mine.rates.tolist())
         start = spec.start if spec.start + 2 * len(rates) <= spec.head_dim else 0
@@ -239,7 +239,7 @@ def _alike(own: Target, like: object, options: dict[str, Any]) -> tuple[Subject,
         own = replace(own, head_dim=own.head_dim or theirs.head_dim)
         ways.append(subject_of(own, None, device))
     mine = next(filter(lambda each: _agree(each, theirs), ways), ways[0])
-    if mine.way.form.takes_tables != theirs.way.form.takes_tables:
+    if mine.way.takes_tables != theirs.way.takes_tables:
         raise bad_value(
             "function and like must both take cosines and sines, or both make their own, but got one of each; "
             "compare functions of x and positions"
@@ -251,7 +251,7 @@ def _variants(
     mine: Subject, theirs: Subject, strict: bool, compiled: bool | str
 ) -> Iterator[Variant]:
     """The function and its reference as they are, and with arguments that can be left out."""
-    way, by_tables = mine.way, mine.way.form.takes_tables
+    way, by_tables = mine.way, mine.way.takes_tables
 
     def adding(*roles: str, **fields: Any) -> Subject:
         arguments = (*way.arguments, *(found[role] for role in roles if role in found))
@@ -333,7 +333,7 @@ def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | 
     least = call._replace(heads=1, keys=0) if theirs.most_heads else call
     xs, outs = (least.random(mine, len(names), seed) for seed in (51, 61))
     fastest = max([1.0, *theirs.rates.abs().tolist()])
-    far = 0.0 if mine.way.form.takes_tables else fastest * max(map(max, call.ids))
+    far = 0.0 if mine.way.takes_tables else fastest * max(map(max, call.ids))
     limit = _ROUNDED * torch.finfo(call.dtype).eps + _COSINE + _ANGLE * far
     limit *= max(float(each.abs().max()) for each in (*xs, *outs))
     try:
@@ -385,7 +385,7 @@ def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | 
 def _shown(name: str, subject: Subject, spec: RopeSpec | None) -> tuple[str, ...]:
     """The last call of a subject as code, and the lines that define its tables."""
     way, last = subject.way, subject.last
-    tables = way.form.roles if way.form.takes_tables else ()
+    tables = way.form.roles if way.takes_tables else ()
     texts = [
         f"{each.name}=" * each.keyword
         + (each.role if each.role in tables else _code(last[each.role]))

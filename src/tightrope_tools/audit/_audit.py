@@ -107,8 +107,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         elif found.unread:
             log.facts["declared"] = "nothing: the configuration cannot be read"
             log.add("config-unread", found.unread)
-        if subject.way.form.takes_tables or subject.way.form.gives_tables:
-            does = "makes" if subject.way.form.takes_tables else "applies"
+        if subject.way.takes_tables or subject.way.form.gives_tables:
+            does = "makes" if subject.way.takes_tables else "applies"
             log.add("partner-unseen", does=does)
         try:
             check_all(log)
@@ -154,7 +154,7 @@ def check_options(
 def _facts(subject: Subject) -> dict[str, str]:
     way = subject.way
     facts = {"called as": f"fn({way})", "layout": way.layout, "head_dim": str(subject.head_dim)}
-    if way.form.takes_tables:
+    if way.takes_tables:
         facts["tables"] = f"{way.width}, made by the audit"
     elif way.form.gives_tables:
         facts["tables"] = f"{way.width}, applied by the audit"
@@ -192,7 +192,7 @@ def check_all(log: Log) -> None:
         _calls.check_calls(log)
     _calls.check_results(log)
     spec = log.spec
-    if spec is not None and log.subject.way.form.takes_tables:
+    if spec is not None and log.subject.way.takes_tables:
         _add_unchecked(log, spec)
     if log.along_heads:
         log.skip("it rotates pairs of channels", "tokens are not rotated by their positions")

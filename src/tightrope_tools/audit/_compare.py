@@ -166,7 +166,7 @@ class _Steps:
     @property
     def gets_tables(self) -> bool:
         """True if a function takes tables, so that its positions, frequencies and angles are the audit's."""
-        return any(p.subject.way.form.takes_tables for p in (self.a, self.b))
+        return any(p.subject.way.takes_tables for p in (self.a, self.b))
 
     @property
     def aligned(self) -> bool:
@@ -381,7 +381,7 @@ def _compare_calls(steps: _Steps, dtypes: Sequence[torch.dtype]) -> None:
     subjects = [
         replace(p.subject, one_row=False, one_head=False).fresh() for p in (steps.a, steps.b)
     ]
-    if len({s.way.form.takes_tables for s in subjects}) > 1:
+    if len({s.way.takes_tables for s in subjects}) > 1:
         return
     most = math.inf if all(s.way.takes_ids for s in subjects) else _MOST_TOKENS
     calls = (each for each in CALLS if each.dtype in dtypes and max(map(max, each.ids)) < most)
@@ -531,7 +531,7 @@ def shares_of(
 
 def _with_tables_of(maker: Profile, taker: Profile) -> Profile:
     """Return the profile of a function that takes tables, with tables that are measured of another function."""
-    takes = [p.subject.way.form.takes_tables for p in (maker, taker)]
+    takes = [p.subject.way.takes_tables for p in (maker, taker)]
     count = len(taker.subject.rates)
     if takes != [False, True] or maker.interleaved is None or len(maker.slots) != count:
         return taker

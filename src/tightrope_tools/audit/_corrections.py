@@ -170,7 +170,7 @@ def meant_of(log: Log, profile: Profile, declared: bool) -> Angles | None:
         evidence = f"each angle at positions 0 to {NEAR - 1} is a {dtype}"
         log.add("angle-dtype", evidence, dtype=dtype, x="")
         why = "" if declared else "they are rounded"
-    elif log.subject.way.form.takes_tables:
+    elif log.subject.way.takes_tables:
         why = "the caller provides them"
     elif log.found("history") and not log.subject.renew:
         why = "they depend on earlier calls, and no fresh copy can be made; use make=True"

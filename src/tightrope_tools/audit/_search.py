@@ -69,7 +69,7 @@ def subject_of(target: Target, spec: RopeSpec | None, device: str) -> Subject:
     if head_dim is not None:
         # If no tables of that size give a rotation, the function may rotate another slice: one whose
         # tables are as wide as those tried, in another format, or a usual one.
-        with_tables = [call for call in calls if call.form.takes_tables and call.names_its_form]
+        with_tables = [call for call in calls if call.takes_tables and call.names_its_form]
         first = sizes[0][1]
         widths = {head_dim, 2 * first, first // 2, *range(8, head_dim, 8)} - {first}
         # Tables for one pair may have one entry, which fits any slice.
@@ -151,7 +151,7 @@ def _variants(call: Way, layout: str | None, width: str | None) -> Iterator[Way]
         yield from (replace(call, shared_positions=shared) for shared in (False, True))
         return
     for each in layouts:
-        if call.form.takes_tables:
+        if call.takes_tables:
             for shape, held in itertools.product(shapes, widths):
                 yield replace(call, layout=each, width=held, table_shape=shape)
         elif not call.takes_positions or each not in ("thd", "sd"):
@@ -179,9 +179,9 @@ def _fit(subject: Subject) -> tuple[Subject, str] | None:
     if not way.rows_differ:
         ids = ids[:1].expand(rows, -1)
     y = subject.rotate(x, ids).detach().double().cpu()
-    if way.form.takes_tables and not _is_sound(subject, x):
+    if way.takes_tables and not _is_sound(subject, x):
         return (subject, "") if way.names_its_form else None
-    ambiguous = way.form.takes_tables and not way.names_its_form
+    ambiguous = way.takes_tables and not way.names_its_form
     if ambiguous and bool((subject.rotate(x, [0] * _TOKENS) < 0).any()):
         return None  # a quarter turn of positive numbers: sines in place of cosines
     if ambiguous and not _adds_up(subject, x):

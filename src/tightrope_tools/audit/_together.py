@@ -87,7 +87,7 @@ def together(target: Target, partner: Target) -> Target:
 
 def _applied(fn: Callable[..., Any]) -> Way | None:
     """The likeliest call with tables, or None if the function takes none."""
-    return next((each for each in calls_of(fn) if each.form.takes_tables), None)
+    return next((each for each in calls_of(fn) if each.takes_tables), None)
 
 
 def _given(fn: Callable[..., Any]) -> list[Argument]:

@@ -394,3 +394,13 @@ def test_errors(one: Any, other: Any, options: dict[str, Any], text: str) -> Non
     spec = {"spec": RopeSpec(DIM)} if one in STACKS and options else {}
     with pytest.raises(ValueError, match=text):
         compare(one, other, **spec | options)
+
+
+def test_equal_numbers_of_another_dtype_differ() -> None:
+    found = compare(rope(), lambda x, positions: rope()(x, positions).float(), head_dim=DIM)
+    assert {name: share[0] for name, share in found.shares.items()} == {
+        "float32": 0.0,
+        "bfloat16": 1.0,
+        "float16": 1.0,
+    }
+    assert not found.ok
