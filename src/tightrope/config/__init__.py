@@ -130,9 +130,7 @@ def _inner(config: object) -> object:
 
 
 @public("from_config")
-def recorded(
-    config: object, section: str | None = None, records: list[files.Record] | None = None
-) -> files.Record | None:
+def recorded(config: object, section: str | None = None) -> files.Record | None:
     """Return a conversion record that states the pairing of a section of a configuration; None if none does.
 
     Internal to the library and its tools.
@@ -140,12 +138,11 @@ def recorded(
     Args:
         section: the section as this configuration names it; ``""`` is its outer level. By default the one that is read
             if none is given.
-        records: see :func:`records_of`.
 
     Raises:
         ValueError: a record is about tensors that this section may describe, or about a part of those that it does.
     """
-    by_section = records_of(config, records)
+    by_section = records_of(config)
     if by_section and section is None:
         section = source_of(config).prefix.removesuffix(".")
     about, unplaced = by_section.get(section or "", []), by_section.get(None, [])
@@ -167,9 +164,7 @@ def recorded(
 
 
 @public("from_config")
-def records_of(
-    config: object, records: list[files.Record] | None = None
-) -> dict[str | None, list[files.Record]]:
+def records_of(config: object) -> dict[str | None, list[files.Record]]:
     """Return the conversion records about a configuration, by the section that describes their tensors.
 
     Internal to the library and its tools.
@@ -177,7 +172,6 @@ def records_of(
     Args:
         config: a configuration, its path, or a model. A text part that transformers loaded from the folder of a
             larger model is found in the configuration of that folder.
-        records: what is recorded; by default what the folder of the configuration has.
 
     Returns:
         Section as this configuration names it -> records; None for records that it cannot place.
@@ -186,7 +180,7 @@ def records_of(
         ValueError: a record is not one.
     """
     config = _inner(config)
-    records = files.records_beside(config) if records is None else records
+    records = files.records_beside(config)
     found: dict[str | None, list[files.Record]] = {}
     if not records:
         return found

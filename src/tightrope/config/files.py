@@ -88,6 +88,11 @@ class Record:
     key: ClassVar[str] = "tightrope.convert"
     old_key: ClassVar[str] = "tightrope.pairing"
 
+    @property
+    def source(self) -> str:
+        """The record as the source of a pairing."""
+        return f"the conversion record {'' if self.where == RECORD else 'in '}{self.where}"
+
     @staticmethod
     def slice_of(spec: RopeSpec) -> str:
         """Name the slice of a head that a spec rotates, as records do."""
@@ -157,7 +162,7 @@ def records_beside(config: object) -> list[Record]:
     folder = path if path.is_dir() else path.parent
     if not (path.is_dir() or path.name in NAMES):
         return []
-    shards = {file: _in_weights(file) for file in sorted(folder.glob("model*.safetensors"))}
+    shards = {file: _in_weights(file) for file in sorted(folder.glob("*.safetensors"))}
     _check_shards(shards)
     found = [one for records in shards.values() for one in records]
     if (folder / RECORD).is_file():
@@ -166,12 +171,12 @@ def records_beside(config: object) -> list[Record]:
 
 
 def _check_shards(shards: Mapping[Path, list[Record]]) -> None:
-    """Refuse shards of which only some were converted, as one pairing would be read for all of them."""
+    """Refuse files of which only some were converted, as one pairing would be read for all of them."""
     records = [record for each in shards.values() for record in each]
-    known = {name for record in records for name in record.tensors | record.left}
-    alike = {_numbered(name) for name in known}
+    left = {name for record in records for name in record.left}
+    alike = {_numbered(name) for record in records for name in record.tensors | record.left}
     for path in [path for path, each in shards.items() if records and not each]:
-        names = sorted(_parsed(_header_of(path)).keys() - known)
+        names = sorted(_parsed(_header_of(path)).keys() - left)
         if rest := [name for name in names if _numbered(name) in alike]:
             fail(
                 f"all shards must have one pairing but {records[0].where} was converted and {path.name} was not "

@@ -20,7 +20,7 @@ def pairing_of(source: Source) -> Found:
             raise bad_type(f"interleaved must be a bool or None but got {given.value!r}")
         return given
     if source.recorded is not None:
-        return Found(source.recorded.interleaved, f"the conversion record {source.recorded.where}")
+        return Found(source.recorded.interleaved, source.recorded.source)
     got, facts = stated_pairing(source), source.facts
     if source.family is None:
         if got is not None:

@@ -1,8 +1,8 @@
-"""The kinds of rotary functions that libraries have, as tables of rows, and the roles of a function's parameters.
+"""How rotary functions in the field are called and what they compute, as tables of rows.
 
-A function is of a kind if one row of each table computes the same: a :class:`Form` (how cosines and sines come), a
+A function is of a kind if one row of each table computes the same: a :class:`Form` (how the angles come), a
 :class:`Turn` (what happens to a pair of channels), an :class:`Arithmetic` (where it rounds) and one of SHAPES.
-`_verify` tries the rows on random tensors.
+`_verify` tries the rows on random tensors; `tightrope_tools.audit` tries the forms, roles and shapes on unknown functions.
 """
 
 from __future__ import annotations
@@ -26,21 +26,26 @@ WIDTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Form(NamedTuple):
-    """A way in which functions take cosines and sines.
+    """A way in which functions take their angles.
 
     Attributes:
         roles: the roles of the arguments that hold them, also their usual parameter names.
-        build: makes these arguments of cosines and sines.
-        read: the inverse; it may raise any error for arguments of another form.
+        build: if the caller passes cosines and sines, makes these arguments of them.
+        read: the inverse of ``build``; it may raise any error for arguments of another form. Without it, `patch` leaves
+            functions of this form as they are.
         narrow: whether the arguments may have 16 bits.
         widths: how they may hold the entry of each pair, likeliest first; keys of WIDTHS.
+        gives_tables: whether the function returns (cos, sin) and rotates nothing.
+        others: the roles that further arguments may have, beside those that rotate.
     """
 
     roles: tuple[str, ...]
-    build: Callable[..., tuple[Any, ...]]
-    read: Callable[..., Both]
+    build: Any = None
+    read: Any = None
     narrow: bool = True
     widths: tuple[str, ...] = tuple(WIDTHS)
+    gives_tables: bool = False
+    others: tuple[str, ...] = ("seq_dim", "positions", "offset", "cu_seqlens", "max_seqlen")
 
 
 def _parts(table: torch.Tensor) -> Both:
@@ -59,8 +64,10 @@ def _of_matrices(table: torch.Tensor) -> Both:
 
 
 COS_SIN, COMPLEX, ANGLES = "cos and sin", "a complex table", "angles"
-#: The forms, by their names in reports.
+#: The forms, by their names in reports; if a signature fits several, the likeliest first.
 FORMS = {
+    "positions": Form(("positions",), others=("seq_dim", "offset")),
+    "positions, for tables": Form(("positions",), gives_tables=True, others=()),
     COS_SIN: Form(("cos", "sin"), lambda cos, sin: (cos, sin), lambda cos, sin: (cos, sin)),
     "a pair (cos, sin)": Form(("pair",), lambda *both: (both,), lambda pair: (pair[0], pair[1])),
     "cosines and sines stacked": Form(
@@ -85,6 +92,10 @@ FORMS = {
         *(("angles",), lambda cos, sin: (torch.atan2(sin, cos),)),
         *(lambda t: (t.cos(), t.sin()), False),
     ),
+    "a pair (sin, cos)": Form(("reversed_pair",), lambda cos, sin: ((sin, cos),)),
+    "packed rows": Form(("cu_seqlens",), others=("seq_dim", "max_seqlen")),
+    "an offset": Form(("offset",), others=("seq_dim",)),
+    "no positions": Form((), others=("seq_dim",)),
 }
 
 
@@ -177,6 +188,8 @@ SHAPES = tuple(
         "bhsd/1sd bshd/s1d sbhd/s11d bsf/s11d bhSd/sd bhSd/b1sd"
     ).split()
 )
+#: The shapes of tables among them that do not differ by head, likeliest first.
+TABLE_SHAPES = tuple(dict.fromkeys(shape.table for shape in SHAPES if "h" not in shape.table))
 
 
 def fits(shape: Shape, unsqueeze: int | None) -> bool:
@@ -201,6 +214,25 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 #: Names of parameters that hold cosines, or sines; and those that hold both in any form.
 COS_SIN_NAMES = re.compile(r"cos|sin(?!us)")
 TABLE_NAMES = re.compile(r"sinus|freq|cis|rope|rotary|emb(ed(ding)?)?s?$|^angles?$|^theta$|^pe$")
+#: Role -> the names of parameters that suggest it, in lower case; if a name suggests several, the first counts. The last
+#: have no role in a rotation: a length and a number of channels are for functions that make tables.
+ROLES = {
+    "q": re.compile(r"^(x?q|q_|query|queries)(_states|_layer|_heads?)?$"),
+    "k": re.compile(r"^(x?k|k_|key|keys)(_states|_layer|_heads?)?$"),
+    "cu_seqlens": re.compile(r"^cu_?(seq_?)?len|(^|_)start_loc$|seq_loc$"),
+    "max_seqlen": re.compile(r"^max_?seq_?len"),
+    "offset": re.compile(r"offset|start_pos|position_start|^past_len"),
+    "seq_dim": re.compile(r"(^|_)seq(uence)?_(dim|axis)$"),
+    "positions": re.compile(r"pos(ition)?|(^|_)ids$"),
+    "length": re.compile(r"len|^end$|^n$|size$"),
+    "head_dim": re.compile(r"dim$|^d$"),
+    "other": re.compile(r"config|mask|cache|past_key|^grid_(sizes?|thw)$"),
+}
+
+
+def role_of(name: str) -> str | None:
+    """The role that a parameter's name suggests; None for tables and unknown names."""
+    return next((role for role, names in ROLES.items() if names.search(name.lower())), None)
 
 
 class Roles(NamedTuple):
@@ -272,5 +304,5 @@ def _role(parameter: inspect.Parameter) -> str:
     if needed and TABLE_NAMES.search(name):
         return "table"
     if parameter.default is parameter.empty:
-        return "rows" if name == "position_ids" else "x"
-    return "x" if name in ("k", "key") else "-"
+        return "rows" if role_of(name) == "positions" else "x"
+    return "x" if role_of(name) == "k" else "-"

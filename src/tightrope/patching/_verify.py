@@ -233,8 +233,8 @@ def _search(kind: Kind, options: tuple[Any, ...], probe_of: Any) -> None:
     Args:
         probe_of: makes a probe of it from a trial and a comparison.
     """
-    for form in FORMS:
-        if (form == COS_SIN) != (len(kind.roles.tables) == 2):
+    for form, row in FORMS.items():
+        if row.read is None or (form == COS_SIN) != (len(kind.roles.tables) == 2):
             continue
         tried: dict[Any, list[_Probe]] = {}
         for trial in _trials(kind.roles, options, form):

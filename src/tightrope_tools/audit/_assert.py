@@ -1,6 +1,6 @@
 """`assert_rope`: a test that a function is the meant rotation. A failure shows the smallest call that tells.
 
-The function and its reference make the same calls, smaller ones first: those of :data:`CALLS`, and those with an
+The function and its reference make the same calls, smaller ones first: those of :data:`._alike.CALLS`, and those with an
 optional argument. Of the first call whose results differ, the audit and the comparison name the fault.
 """
 
@@ -16,30 +16,29 @@ import torch
 
 from tightrope._errors import bad_type, bad_value, public
 from tightrope.frequencies import Given
+from tightrope.patching import FORMS
 from tightrope.spec import RopeSpec
 from tightrope_tools.forms import left_out, signature
 
+from ._alike import AFTER, CALLS, Call, results
 from ._audit import audit
 from ._call import (
     NOTHING,
-    TABLES,
     CallFailed,
     Subject,
-    counted_rows,
-    describe_error,
+    index_of,
     undisturbed,
 )
 from ._compare import compare
 from ._faults import FAULTS
-from ._profile import SHORT, apart
-from ._search import Hints, NoCallFound, subject_of
+from ._profile import NARROW, SHORT, apart
+from ._search import NoCallFound, subject_of
 from ._targets import from_stack, resolve
 from ._together import Target
 
 # How much two right functions differ: by the roundings of x, relative to the dtype; by those of float32 cosines; and by
 # those of float32 angles, per radian.
 _ROUNDED, _COSINE, _ANGLE = 5.0, 2e-6, 2e-6
-_FEW = ((3, 1, 4, 2, 5), (9, 2, 6, 5, 3))
 # Options that say how a function is called.
 _HOW = ("form", "layout", "tables")
 _COMPARED = (*_HOW, "make", "head_dim", "layer_type", "device")
@@ -47,51 +46,9 @@ _COMPARED = (*_HOW, "make", "head_dim", "layer_type", "device")
 _ROUNDINGS = frozenset("rounding gradient-rounding cosines calls unexplained".split())
 
 
-class Call(NamedTuple):
-    """A call of both functions.
-
-    Attributes:
-        what: the call in words.
-        ids: the positions of the tokens of each row.
-        heads, keys: the heads of x or q, and of k if they are fewer.
-        dtype: of x.
-        mode: "" for values; "gradient" for those too; "no gradient" for values without autograd.
-    """
-
-    what: str
-    ids: tuple[tuple[int, ...], ...]
-    heads: int = 1
-    keys: int = 0
-    dtype: torch.dtype = torch.float32
-    mode: str = ""
-
-
-_NARROW = (torch.bfloat16, torch.float16)
-#: Smaller calls first; those that a function or its reference does not take are left out.
-CALLS = (
-    Call("a token at position 0", ((0,),)),
-    Call("a token at position 1", ((1,),)),
-    Call("two tokens", ((0, 1),)),
-    Call("two heads", ((0, 1),), 2),
-    Call("tokens after a cache", ((5, 6),)),
-    Call("positions that fall", ((3, 1),)),
-    Call("positions that start again", ((0, 1, 0),)),
-    Call("two rows", ((0, 1), (0, 1)), 3),
-    Call("rows at positions of their own", ((0, 1), (5, 6))),
-    Call("k with fewer heads", ((0, 1),), 4, 2),
-    Call("many heads", _FEW, 9),
-    Call("many heads without gradients", _FEW, 9, mode="no gradient"),
-    *(
-        Call(f"the gradient of {SHORT[t]}", ((0, 1),), 1, 0, t, "gradient")
-        for t in (torch.float32, *_NARROW)
-    ),
-    Call("gradients of many heads", _FEW, 9, mode="gradient"),
-    *(Call(f"position {p:,}", ((p,),)) for p in (4095, 4097, 100_003)),
-    *(Call(f"x in {SHORT[t]}", ((p,),), dtype=t) for t in _NARROW for p in (1, 257, 4097)),
-    Call("5,000 tokens", (tuple(range(5000)),)),
-)
 # The calls of a variant: one that tells with few tokens, one with many, and the gradient.
-_OTHERS = (Call("", ((0, 1),)), Call("", _FEW, 4), Call("", _FEW, 4, mode="gradient"))
+_ROWS = ((3, 1, 4, 2, 5), (9, 2, 6, 5, 3))
+_OTHERS = (Call("", ((0, 1),)), Call("", _ROWS, 4), Call("", _ROWS, 4, mode="gradient"))
 _PACKED = (Call("", ((0, 1, 0),)), Call("", ((0, 1, 2, 0, 1, 0, 1, 2, 3, 4),), 3))
 _OFFSETS = (Call("", ((1,),)), Call("", ((5, 6, 7), (5, 6, 7)), 2))
 _PROBE = Call("", ((0, 1, 2),), 3)
@@ -129,8 +86,6 @@ class Failure(NamedTuple):
     code: tuple[str, ...] = ()
 
 
-# What is in x after a call, by its name among the results.
-_AFTER = "x, afterwards"
 _COMPILED = "torch.compile"
 
 
@@ -204,7 +159,7 @@ def _named(function: object, like: object, failure: Failure, options: dict[str, 
     given, way = dict(options), failure.mine.way
     if not any(each.keyword for each in way.arguments):
         found = {"form": str(way), "layout": way.layout}
-        found |= {"tables": way.width} if way.form.takes_tables else {}
+        found |= {"tables": way.width} if way.takes_tables else {}
         given = found | {name: value for name, value in options.items() if value is not None}
     with suppress(ValueError, TypeError):
         right = audit(like, **_of_reference(function, like, given))
@@ -237,16 +192,8 @@ def _of_reference(function: object, like: object, options: dict[str, Any]) -> di
 
 
 def _target(target: object, options: dict[str, Any], spec: RopeSpec | None = None) -> Target:
-    names = ("make", "layer_type", "partner")
-    return resolve(target, spec=spec, **{name: options[name] for name in names if name in options})
-
-
-def _subject(
-    target: Target, options: dict[str, Any], spec: RopeSpec | None = None, dim: int | None = None
-) -> Subject:
-    hints = Hints(*(options.get(name) for name in Hints._fields))
-    hints = hints._replace(head_dim=hints.head_dim or dim)
-    return subject_of(target, hints, spec, options.get("device", "cpu"))
+    others = ("dtypes", "longest", "device")
+    return resolve(target, spec=spec, **{k: v for k, v in options.items() if k not in others})
 
 
 def _exact(own: Target, spec: RopeSpec, options: dict[str, Any]) -> tuple[Subject, Subject]:
@@ -254,15 +201,15 @@ def _exact(own: Target, spec: RopeSpec, options: dict[str, Any]) -> tuple[Subjec
 
     Tables of another format may also give a rotation: those with which results agree are its own.
     """
-    mine = _subject(own, options, spec)
+    mine = subject_of(own, spec, options.get("device", "cpu"))
     widths: tuple[str, ...] = ()
-    if mine.way.form.takes_tables:
+    if mine.way.takes_tables:
         widths = mine.way.form.widths if options.get("tables") is None else ()
         rates = tuple(mine.rates.tolist())
         start = spec.start if spec.start + 2 * len(rates) <= spec.head_dim else 0
         given = Given(rates)
         spec = replace(spec, rotary_dim=2 * len(rates), start=start, scaling=given, axes=None)
-    theirs = _subject(from_stack("exact", spec), {"device": mine.device}, spec)
+    theirs = subject_of(from_stack("exact", spec), spec, mine.device)
     ways = [mine, *(replace(mine, way=replace(mine.way, width=each)) for each in widths)]
     return next(filter(lambda each: _agree(each, theirs, False), ways), mine), theirs
 
@@ -277,21 +224,22 @@ def _alike(own: Target, like: object, options: dict[str, Any]) -> tuple[Subject,
 
     A fault may mislead the search for a call, but functions with parameters of the same names may differ in layout.
     """
-    given = _of_reference(own.fn, like, options)
+    given, device = _of_reference(own.fn, like, options), options.get("device", "cpu")
     try:
-        theirs = _subject(_target(like, given), given)
+        theirs = subject_of(_target(like, given), None, device)
     except NoCallFound as error:
         why = str(error).rstrip(".")
         raise bad_value(
             f"like must return a rotated x of the same shape but no call was found that does: {why}"
         ) from None
     ways = []
-    if own.form is None and _are_called_alike(own.fn, like):
+    if own.form == options.get("form") and _are_called_alike(own.fn, like):
         ways = [replace(theirs, fn=own.fn, make=own.make)]
     with suppress(*[NoCallFound] * len(ways)):
-        ways.append(_subject(own, options, None, theirs.head_dim))
+        own = replace(own, head_dim=own.head_dim or theirs.head_dim)
+        ways.append(subject_of(own, None, device))
     mine = next(filter(lambda each: _agree(each, theirs), ways), ways[0])
-    if mine.way.form.takes_tables != theirs.way.form.takes_tables:
+    if mine.way.takes_tables != theirs.way.takes_tables:
         raise bad_value(
             "function and like must both take cosines and sines, or both make their own, but got one of each; "
             "compare functions of x and positions"
@@ -303,7 +251,7 @@ def _variants(
     mine: Subject, theirs: Subject, strict: bool, compiled: bool | str
 ) -> Iterator[Variant]:
     """The function and its reference as they are, and with arguments that can be left out."""
-    way, by_tables = mine.way, mine.way.form.takes_tables
+    way, by_tables = mine.way, mine.way.takes_tables
 
     def adding(*roles: str, **fields: Any) -> Subject:
         arguments = (*way.arguments, *(found[role] for role in roles if role in found))
@@ -352,7 +300,7 @@ def _first_failure(
     options: dict[str, Any],
 ) -> Failure | None:
     """The first call in which the function differs from its reference."""
-    dtypes = options.get("dtypes", (torch.float32, *_NARROW))
+    dtypes = options.get("dtypes", (torch.float32, *NARROW))
     longest = options.get("longest", math.inf)
     with undisturbed():
         try:
@@ -365,25 +313,13 @@ def _first_failure(
         for variant in _variants(mine, theirs, spec is None, compiled):
             for call in variant.calls:
                 tested = call.dtype in dtypes and max(map(max, call.ids)) < longest
-                if not (tested and _fits(variant.mine, call) and _fits(variant.theirs, call)):
+                if not (tested and call.fits(variant.mine) and call.fits(variant.theirs)):
                     continue
                 strict = spec is None or variant.what == _COMPILED
                 if failure := _difference(variant, call, strict):
                     code = _shown(name if name.isidentifier() else "f", variant.mine, spec)
                     return failure._replace(mine=mine, code=code)
     return None
-
-
-def _fits(subject: Subject, call: Call) -> bool:
-    """True if a function takes the rows of a call, and the numbers of heads, in one call.
-
-    One that numbers tokens itself takes no position twice, unless packed rows begin there.
-    """
-    way, alike = subject.way, len({*call.ids}) == 1
-    rows = len(call.ids) == 1 or (subject.most_rows is None and (alike or way.rows_differ))
-    once = all(len({*row}) == len(row) for row in call.ids)
-    placed = way.takes_ids or once or (way.packed and bool(counted_rows(torch.tensor(call.ids))))
-    return rows and placed and (way.takes_keys or not call.keys)
 
 
 def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | None:
@@ -394,22 +330,18 @@ def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | 
     """
     what, mine, theirs, _ = variant
     names, words = ["q", "k"] if mine.way.takes_keys else ["x"], what or call.what
-    heads = [1 if theirs.most_heads else n for n in (call.heads, call.keys or call.heads)]
-    shapes = [(len(call.ids), n, len(call.ids[0])) for n in heads[: len(names)]]
-    xs, outs = (
-        [mine.random(*shape, dtype=call.dtype, seed=seed + i) for i, shape in enumerate(shapes)]
-        for seed in (51, 61)
-    )
+    least = call._replace(heads=1, keys=0) if theirs.most_heads else call
+    xs, outs = (least.random(mine, len(names), seed) for seed in (51, 61))
     fastest = max([1.0, *theirs.rates.abs().tolist()])
-    far = 0.0 if mine.way.form.takes_tables else fastest * max(map(max, call.ids))
+    far = 0.0 if mine.way.takes_tables else fastest * max(map(max, call.ids))
     limit = _ROUNDED * torch.finfo(call.dtype).eps + _COSINE + _ANGLE * far
     limit *= max(float(each.abs().max()) for each in (*xs, *outs))
     try:
-        wanted = _results(theirs, names, xs, outs, call)
+        wanted = results(theirs, call, xs, outs)
     except CallFailed:
         return None
     try:
-        seen = _results(mine, names, xs, outs, call)
+        seen = results(mine, call, xs, outs)
     except CallFailed as error:
         return Failure(f"A call with {words} is refused", str(error)) if strict else None
     for name, right in wanted.items():
@@ -417,7 +349,7 @@ def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | 
         if name not in seen:
             return Failure(f"{title} is missing", "the result does not depend on it for autograd")
         got = seen[name]
-        if name == _AFTER:
+        if name == AFTER:
             if strict and apart(got, right):
                 return Failure("X is overwritten", "the reference leaves it as it is")
             continue
@@ -447,51 +379,13 @@ def _difference(variant: Variant, call: Call, strict: bool = True) -> Failure | 
     return None
 
 
-def _results(
-    subject: Subject,
-    names: list[str],
-    xs: list[torch.Tensor],
-    outs: list[torch.Tensor],
-    call: Call,
-) -> dict[str, torch.Tensor]:
-    """What a function makes of x, or of q and k, and of gradients, if it has any; and what is in x afterwards.
-
-    Raises:
-        CallFailed: it refuses the call, or the backward pass raises an error.
-    """
-    given, ids = [subject.laid_out(x.clone()) for x in xs], torch.tensor(call.ids)
-    leaves = given
-    if call.mode == "gradient":
-        leaves = [x.requires_grad_() for x in given]
-        given = [x * 1.0 for x in leaves]  # an in-place function may not write to a leaf
-    with torch.set_grad_enabled(call.mode != "no gradient"):
-        if subject.way.takes_keys and len(given) > 1:
-            ys = subject.rotate_all(given, ids)
-        else:
-            ys = [subject.rotate(x, ids) for x in given]
-    made = dict(zip(names, ys))
-    if call.mode != "gradient":
-        return made | {_AFTER: torch.cat([x.flatten() for x in given])}
-    having = [(name, y, out.to(y)) for name, y, out in zip(names, ys, outs) if y.requires_grad]
-    if not having:
-        return made
-    have, results, incoming = zip(*having)
-    try:
-        # If results depend on one x alone, the gradient of the other is one of zeros.
-        found = torch.autograd.grad(results, leaves, incoming, materialize_grads=True)
-    except Exception as error:  # foreign code
-        raise CallFailed(describe_error(error)) from error
-    given_back = ((name, each) for name, each in zip(names, found) if name in have)
-    return made | {f"the gradient of {name}": each for name, each in given_back}
-
-
 # --- the call as code -----------------------------------------------------------------------------
 
 
 def _shown(name: str, subject: Subject, spec: RopeSpec | None) -> tuple[str, ...]:
     """The last call of a subject as code, and the lines that define its tables."""
     way, last = subject.way, subject.last
-    tables = way.form.roles if way.form.takes_tables else ()
+    tables = way.form.roles if way.takes_tables else ()
     texts = [
         f"{each.name}=" * each.keyword
         + (each.role if each.role in tables else _code(last[each.role]))
@@ -503,12 +397,15 @@ def _shown(name: str, subject: Subject, spec: RopeSpec | None) -> tuple[str, ...
     width = 2 * len(subject.rates)
     made = repr(spec) if spec is not None and spec.rotary_dim == width else f"RopeSpec({width})"
     both = f'{made}.cos_sin({_code(last["ids"])}, tables="{way.width}")'
-    if index := TABLES[way.table_shape]:
+    if index := index_of(way.table_shape):
         words = (":" if isinstance(each, slice) else str(each) for each in index)
         both = f"(t[{', '.join(words)}] for t in {both})"
-    built = f"({tables[0]},) = FORMS[{way.form.name!r}].build(cos, sin)"
-    more = ("from tightrope_tools.forms import FORMS", built) if tables != ("cos", "sin") else ()
-    return (call, f"cos, sin = {both}", *more)
+    lines = (call, f"cos, sin = {both}")
+    if tables == ("cos", "sin"):
+        return lines
+    form = next(name for name, form in FORMS.items() if form is way.form)
+    built = f"({tables[0]},) = FORMS[{form!r}].build(cos, sin)"
+    return (*lines, "from tightrope.patching import FORMS", built)
 
 
 def _code(value: Any) -> str:

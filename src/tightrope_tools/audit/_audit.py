@@ -13,8 +13,9 @@ from tightrope.spec import RopeSpec
 from . import _calls, _corrections, _ids, _rotation
 from ._call import CallFailed, Subject, describe_error, undisturbed
 from ._log import Log
+from ._profile import Near
 from ._report import Report, unseen
-from ._search import Hints, NoCallFound, subject_of
+from ._search import NoCallFound, subject_of
 from ._targets import resolve
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -90,13 +91,13 @@ def audit(  # noqa: PLR0913  (one argument for each option)
     >>> print(report.codes, report.facts["frequencies"])
     ('sign',) geometric, base 10000
     """
-    found = resolve(target, make=make, layer_type=layer_type, spec=spec, partner=partner)
+    stated = {"form": form, "layout": layout, "tables": tables, "head_dim": head_dim}
+    found = resolve(target, make=make, layer_type=layer_type, spec=spec, partner=partner, **stated)
     declared = found.spec if spec is None else spec
     check_options(declared, head_dim, device, dtypes, longest)
-    hints = Hints(form, layout, tables, head_dim)
     with undisturbed():
         try:
-            subject = subject_of(found, hints, declared, device)
+            subject = subject_of(found, declared, device)
         except NoCallFound as error:
             return unseen(found.name, "cannot-call", str(error))
         log = Log(found.name, subject, declared, tuple(dtypes), longest, recorded=found.recorded)
@@ -106,8 +107,8 @@ def audit(  # noqa: PLR0913  (one argument for each option)
         elif found.unread:
             log.facts["declared"] = "nothing: the configuration cannot be read"
             log.add("config-unread", found.unread)
-        if subject.way.form.takes_tables or subject.way.form.gives_tables:
-            does = "makes" if subject.way.form.takes_tables else "applies"
+        if subject.way.takes_tables or subject.way.form.gives_tables:
+            does = "makes" if subject.way.takes_tables else "applies"
             log.add("partner-unseen", does=does)
         try:
             check_all(log)
@@ -153,7 +154,7 @@ def check_options(
 def _facts(subject: Subject) -> dict[str, str]:
     way = subject.way
     facts = {"called as": f"fn({way})", "layout": way.layout, "head_dim": str(subject.head_dim)}
-    if way.form.takes_tables:
+    if way.takes_tables:
         facts["tables"] = f"{way.width}, made by the audit"
     elif way.form.gives_tables:
         facts["tables"] = f"{way.width}, applied by the audit"
@@ -176,7 +177,7 @@ def check_all(log: Log) -> None:
     _calls.check_equal(log)
     if log.found("nondeterminism", "not-finite"):
         return
-    log.measure_near()
+    log.near = Near.of(log.subject)
     if not log.near.is_finite:
         log.add("not-finite", "unit vectors at positions near 0")
         return
@@ -191,7 +192,7 @@ def check_all(log: Log) -> None:
         _calls.check_calls(log)
     _calls.check_results(log)
     spec = log.spec
-    if spec is not None and log.subject.way.form.takes_tables:
+    if spec is not None and log.subject.way.takes_tables:
         _add_unchecked(log, spec)
     if log.along_heads:
         log.skip("it rotates pairs of channels", "tokens are not rotated by their positions")

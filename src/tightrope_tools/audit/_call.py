@@ -13,21 +13,10 @@ from typing import Any
 import torch
 
 from tightrope.functional import apply_rotary_pos_emb
-from tightrope_tools.forms import WIDTHS, Argument, Call
+from tightrope.patching import WIDTHS
+from tightrope_tools.forms import Argument, Way
 
-#: Layouts of x, likeliest first: b is batch, h heads, s sequence, d channels, t the tokens of all sequences
-#: packed into one dimension.
-LAYOUTS = ("bhsd", "bshd", "bsd", "sbhd", "thd", "sd")
-
-_ALL = slice(None)
-#: Shapes of tables, each with the index that makes it from (batch, sequence, channels).
-TABLES: dict[str, tuple[Any, ...]] = {
-    "bsd": (),
-    "sd": (0,),
-    "b1sd": (_ALL, None),
-    "bs1d": (_ALL, _ALL, None),
-    "s11d": (0, _ALL, None, None),
-}
+_ALL: Any = slice(None)
 
 
 class CallFailed(Exception):
@@ -77,76 +66,16 @@ def _back(y: torch.Tensor, layout: str) -> torch.Tensor:
     return y[(None,) * len(lacks)].permute(inverse)
 
 
+def index_of(shape: str) -> tuple[Any, ...]:
+    """The index that makes a table of a shape, in letters, from one of (batch, sequence, channels)."""
+    index = [0] * ("b" not in shape) + [_ALL if letter in "bs" else None for letter in shape[:-1]]
+    while index and index[-1] is _ALL:
+        index.pop()
+    return tuple(index)
+
+
 #: The role of an argument that is None in each call, such as k where q rotates alone.
 NOTHING = "nothing"
-
-
-@dataclass(frozen=True)
-class Way(Call):
-    """One way to call a function, including layouts and shapes of the arguments.
-
-    Attributes:
-        layout: the layout of x, q and k.
-        shared_positions: whether positions are ``(tokens,)`` and not ``(rows, tokens)``.
-        width: how tables hold the entry of each pair, a key of WIDTHS.
-        table_shape: the dimensions of these tables.
-        row_offsets: whether offsets are ``(rows,)`` and not one number.
-        axes: the number of coordinates of a position. With several, positions ``(axes, rows, tokens)`` with
-            equal coordinates, as in text, are passed on.
-        counts: which calls a function of positions gets, if it does not rotate each token by its own: "from 0" or
-            "from the first", calls with one position after the other; "rising", with positions in this order;
-            "in tables", tables from position 0 on, of which an offset states the first.
-    """
-
-    layout: str = "bhsd"
-    shared_positions: bool = False
-    width: str = "cat"
-    table_shape: str = "bsd"
-    row_offsets: bool = False
-    axes: int = 1
-    counts: str = ""
-
-    @property
-    def takes_positions(self) -> bool:
-        """True if the function computes angles from positions."""
-        return "positions" in self.form.roles
-
-    @property
-    def takes_rows(self) -> bool:
-        """True if the function takes tables and the indices of their rows."""
-        return self.form.takes_tables and "positions" in self.roles
-
-    @property
-    def takes_ids(self) -> bool:
-        """True if tokens may have arbitrary positions; otherwise the function numbers them itself."""
-        counts = self.counts.startswith("from")
-        return (self.takes_positions and not counts) or self.form.takes_tables
-
-    @property
-    def takes_offset(self) -> bool:
-        """True if the first token may have any position, and the function counts from it."""
-        return self.counts == "from the first" or ("offset" in self.roles and not self.counts)
-
-    @property
-    def packed(self) -> bool:
-        """True if rows are packed into one, and the function gets where each begins."""
-        return "cu_seqlens" in self.roles
-
-    @property
-    def takes_keys(self) -> bool:
-        """True if the function takes q and k in one call."""
-        return "k" in self.roles
-
-    @property
-    def rows_differ(self) -> bool:
-        """True if rows may have different positions in one call."""
-        if self.packed:
-            return not self.form.takes_tables
-        if "b" not in self.layout or (self.takes_positions and self.shared_positions):
-            return False
-        if self.form.takes_tables:
-            return self.takes_rows or self.table_shape not in ("sd", "s11d")
-        return True
 
 
 @dataclass(frozen=True)
@@ -180,10 +109,6 @@ class Subject:
     made: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     given: list[Any] = field(default_factory=list, compare=False)
     last: dict[str, Any] = field(default_factory=dict, compare=False)
-
-    def keys(self) -> Subject:
-        """Return the function of k alone, of a function of q and k."""
-        return replace(self, side=1)
 
     @property
     def most_heads(self) -> int | None:
@@ -336,7 +261,7 @@ class Subject:
         made = (angle.cos(), angle.sin()) if self.made is None else self.made(ids)
         dtype = x.dtype if way.form.narrow else torch.float32
         wide = (WIDTHS[way.width](table).to(x.device, dtype) for table in made)
-        return (table[TABLES[way.table_shape]] for table in wide)
+        return (table[index_of(way.table_shape)] for table in wide)
 
     def _turned(self, x: torch.Tensor, tables: Any) -> torch.Tensor:
         """Rotate x by the tables that the function returned."""
@@ -364,18 +289,6 @@ def counted_rows(ids: torch.Tensor) -> list[int]:
     ends = [*starts[1:], len(flat)]
     counted = [p for start, end in zip(starts, ends) for p in range(end - start)]
     return [end - start for start, end in zip(starts, ends)] if counted == flat.tolist() else []
-
-
-def gradient(y: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of x for an incoming gradient; None if y does not depend on x.
-
-    Raises:
-        CallFailed: the backward pass raised an exception.
-    """
-    try:
-        return torch.autograd.grad(y, x, out, allow_unused=True)[0] if y.requires_grad else None
-    except Exception as error:  # foreign code
-        raise CallFailed(describe_error(error)) from error
 
 
 def fresh(

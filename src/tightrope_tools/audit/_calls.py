@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._call import CallFailed, Subject, gradient
+from ._alike import Call, results
+from ._call import CallFailed, Subject
 from ._log import Log
-from ._profile import DENSE, NEAR, ODD, SHORT, Profile, apart, matrices
+from ._profile import DENSE, NEAR, ODD, SHORT, Near, Profile, apart, matrices
 
 _WHERE = (1, 3, 5, 9, 2)
 _SAME = 1e-5
@@ -298,7 +299,7 @@ def check_equal(log: Log) -> None:
 
 def check_memory(log: Log) -> None:
     """Check that results depend neither on earlier calls nor on later tokens."""
-    if log.subject.way.form.takes_tables:
+    if log.subject.way.takes_tables:
         log.skip("results do not depend on earlier calls", "the caller provides the angles")
         return
     first = {length: _rotate_few(log.subject.fresh(), length) for length in lengths_of(log)}
@@ -308,7 +309,7 @@ def check_memory(log: Log) -> None:
     name = "results do not depend on later tokens"
     if log.found("history"):
         log.subject = replace(log.subject, renew=log.subject.make is not None)
-        log.measure_near()  # after long calls, those near 0 may have other results
+        log.near = Near.of(log.subject)  # after long calls, those near 0 may have other results
         if not log.subject.renew:
             log.skip(name, "they depend on earlier calls")
             return
@@ -399,22 +400,19 @@ def check_gradients(log: Log) -> None:
         _gradient(log, fresh, "q" if fresh.way.takes_keys else "x")
     if log.subject.way.takes_keys:
         with log.check("gradients of k") as fresh:
-            _gradient(log, fresh.keys(), "k")
+            _gradient(log, replace(fresh, side=1), "k")
 
 
 def _gradient(log: Log, subject: Subject, name: str) -> None:
     maps = matrices(subject, _GRADIENTS)
-    leaf = subject.random(1, 2, len(_GRADIENTS), seed=21).requires_grad_()
-    generator = torch.Generator().manual_seed(22)
+    call = Call("", (_GRADIENTS,), 2, mode="gradient")
+    (x,), (out,) = (call.random(subject, 1, seed) for seed in (21, 22))
     with log.refusal("gradient-raises", name=name):
-        # A copy of the leaf, as an in-place function may write to it.
-        y = subject.rotate(leaf * 1.0, _GRADIENTS)
-        cotangent = torch.randn(y.shape, generator=generator).to(y)
-        seen = gradient(y, leaf, cotangent)
+        seen = results(subject, call, [x], [out]).get("the gradient of x")
         if seen is None:
             log.add("gradient-missing", name=name)
             return
-        flat, got = (t.detach().cpu().double() for t in (cotangent, seen))
+        flat, got = (t.detach().cpu().double() for t in (out, seen))
         # [tokens, out, in] and [.., tokens, out] -> [.., tokens, in]
         wanted = torch.einsum("toi,bhto->bhti", maps, flat)
         diagonal = maps.diagonal(dim1=-2, dim2=-1)

@@ -7,6 +7,7 @@ part; later steps are compared too, because each is measured with the function's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,9 @@ import torch
 from tightrope._errors import bad_value, public
 from tightrope.spec import RopeSpec
 
+from ._alike import AFTER, CALLS, Call, results
 from ._audit import check_all, check_options
-from ._call import CallFailed, gradient, undisturbed
+from ._call import CallFailed, Subject, undisturbed
 from ._faults import DIFFERENCES
 from ._log import Log
 from ._profile import (
@@ -33,7 +35,7 @@ from ._profile import (
     wrapped,
 )
 from ._report import Comparison, Difference
-from ._search import Hints, NoCallFound, subject_of
+from ._search import NoCallFound, subject_of
 from ._targets import names_stack, resolve
 from ._together import Target
 
@@ -58,15 +60,6 @@ _MISLEADING = frozenset(
     offset-ignored other-positions numbered-through gradient-missing""".split()
 )
 _FURTHER = frozenset(["length", "shape-dependent"])
-# Other calls of which the results are compared to the bit if no step differs: rows, heads, and positions of each row.
-_CALLS: dict[str, tuple[int, int, list[list[int]]]] = {
-    "a token alone": (1, 2, [[3]]),
-    "rows with positions of their own": (2, 3, [[3, 1, 4, 8, 6], [9, 2, 11, 13, 10]]),
-    "many heads": (1, 40, [[1, 3, 5, 9, 2]]),
-    "many tokens": (1, 1, [[*range(5000)]]),
-    "an offset": (1, 2, [[*range(70_000, 70_016)]]),
-    "powers of two": (1, 1, [[2**n + d for n in range(2, 17) for d in (-1, 0, 1)]]),
-}
 
 
 @public("compare")
@@ -109,18 +102,24 @@ def compare(  # noqa: PLR0913  (one argument for each option)
     >>> found.ok, found.facts["rounding of gradients, bfloat16"]
     (True, ('each', 'each'))
     """
-    targets = _targets(first, second, spec, make, layer_type)
+    options: dict[str, Any] = {"layer_type": layer_type, "head_dim": head_dim}
+    own = {"make": make, "form": form, "layout": layout, "tables": tables, **options}
+    if names_stack(first):
+        other = resolve(second, spec=spec, **options)
+        targets = [resolve(first, spec=spec or other.spec, **own), other]
+    else:
+        one = resolve(first, **own)
+        targets = [one, resolve(second, spec=spec or one.spec, **options)]
     spec = spec or targets[0].spec or targets[1].spec
     check_options(spec, head_dim, device)
-    hints = Hints(form, layout, tables, head_dim)
     sides: list[tuple[Log, Profile]] = []
     with undisturbed():
         try:
             for target in targets:
-                sides.append(_measured(target, hints, spec, device))
-                # The call of the second is found by trying.
-                dim = head_dim or targets[1].head_dim or sides[0][1].subject.head_dim
-                hints = Hints(head_dim=dim)
+                # The call of the second is found by trying, with the channels of the first.
+                dim = sides[0][1].subject.head_dim if sides else None
+                known = replace(target, head_dim=target.head_dim or dim)
+                sides.append(_measured(known, spec, device))
             return _compared(*sides)
         except NoCallFound as error:
             raise bad_value(
@@ -131,26 +130,9 @@ def compare(  # noqa: PLR0913  (one argument for each option)
             raise bad_value(f"every call must succeed but one failed later: {error}") from None
 
 
-def _targets(
-    first: object, second: object, spec: RopeSpec | None, make: bool, layer_type: str | None
-) -> list[Target]:
-    """Resolve both targets; a stack gets the spec of the other target if none is given."""
-
-    def found(target: object, make: bool, spec: RopeSpec | None) -> Target:
-        return resolve(target, make=make, layer_type=layer_type, spec=spec)
-
-    if names_stack(first):
-        other = found(second, False, spec)
-        return [found(first, make, spec or other.spec), other]
-    own = found(first, make, None)
-    return [own, found(second, False, spec or own.spec)]
-
-
-def _measured(
-    target: Target, hints: Hints, spec: RopeSpec | None, device: str
-) -> tuple[Log, Profile]:
+def _measured(target: Target, spec: RopeSpec | None, device: str) -> tuple[Log, Profile]:
     """Return what an audit finds of a function, and its profile."""
-    subject = subject_of(target, hints, spec, device)
+    subject = subject_of(target, spec, device)
     farthest = _FARTHEST if subject.way.takes_ids else _MOST_TOKENS
     log = Log(target.name, subject, None, (torch.float32,), farthest, recorded=target.recorded)
     with suppress(CallFailed):
@@ -184,7 +166,7 @@ class _Steps:
     @property
     def gets_tables(self) -> bool:
         """True if a function takes tables, so that its positions, frequencies and angles are the audit's."""
-        return any(p.subject.way.form.takes_tables for p in (self.a, self.b))
+        return any(p.subject.way.takes_tables for p in (self.a, self.b))
 
     @property
     def aligned(self) -> bool:
@@ -229,7 +211,7 @@ def _compared(one: tuple[Log, Profile], other: tuple[Log, Profile]) -> Compariso
     shares = shares_of(steps.a, steps.b, counted)
     differ = any(part for share in shares.values() for part in share)
     if not steps.found and not differ:
-        _compare_calls(steps)
+        _compare_calls(steps, counted)
     elif not steps.found:
         steps.add("unexplained")
     names = steps.first.target, steps.second.target
@@ -394,25 +376,45 @@ def _compare_angles(
         steps.add("cosines", count=count, total=gap.numel(), gap=float(gap.max()))
 
 
-def _compare_calls(steps: _Steps) -> None:
+def _compare_calls(steps: _Steps, dtypes: Sequence[torch.dtype]) -> None:
     """Compare the results of further calls to the bit; those that a function refuses are left out."""
     subjects = [
         replace(p.subject, one_row=False, one_head=False).fresh() for p in (steps.a, steps.b)
     ]
-    if len({s.way.form.takes_tables for s in subjects}) > 1:
+    if len({s.way.takes_tables for s in subjects}) > 1:
         return
-    heads = min(s.most_heads or 40 for s in subjects)
-    by_ids = all(s.way.takes_ids for s in subjects)
-    for what, (rows, most, where) in _CALLS.items():
-        if not by_ids and max(map(max, where)) >= _MOST_TOKENS:
-            continue
-        x = subjects[0].random(rows, min(heads, most), len(where[0]), seed=21)
-        for mode in ("", ", without gradients"):
-            with suppress(CallFailed), torch.set_grad_enabled(not mode):
-                y, z = (s.rotate(s.laid_out(x.clone()), where).detach() for s in subjects)
-                if apart(y, z) > 0:
-                    steps.add("calls", what=what, mode=mode, gap=apart(y, z))
-                    return
+    most = math.inf if all(s.way.takes_ids for s in subjects) else _MOST_TOKENS
+    calls = (each for each in CALLS if each.dtype in dtypes and max(map(max, each.ids)) < most)
+    for call in (each for each in calls if all(map(each.fits, subjects))):
+        for mode in dict.fromkeys((call.mode, "no gradient")):
+            own = _results_of(subjects, call._replace(mode=mode))
+            gap = max([0.0, *(apart(*both) for _, both in _shared(own))])
+            if gap > 0:
+                how = ", without gradients" if mode == "no gradient" else ""
+                steps.add("calls", what=call.what, mode=how, gap=gap)
+                return
+
+
+def _results_of(subjects: list[Subject], call: Call) -> list[dict[str, torch.Tensor]]:
+    """Return what the functions make of the same x, or of q and k; those that refuse the call are left out."""
+    count = 2 if all(s.way.takes_keys for s in subjects) else 1
+    call = call._replace(heads=1, keys=0) if any(s.most_heads for s in subjects) else call
+    xs, outs = (call.random(subjects[0], count, seed) for seed in (8, 18))
+    found = []
+    for subject in subjects:
+        with suppress(CallFailed):
+            found.append(results(subject, call, xs, outs))
+    return found
+
+
+def _shared(
+    found: list[dict[str, torch.Tensor]],
+) -> list[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the results of two functions, and their gradients, by their names, as far as both have them."""
+    if len(found) < 2:
+        return []
+    one, other = found
+    return [(name, (y, other[name])) for name, y in one.items() if name in other and name != AFTER]
 
 
 # --- bits -------------------------------------------------------------------------------------------
@@ -459,11 +461,10 @@ def bits_of(
     # An angle in float16 may be infinite, which has no cosine.
     finite = torch.stack([table.isfinite().all(1) for table in tables.values()]).all(0)
     where = [p for p, fits in zip(positions, finite.tolist(), strict=True) if fits]
-    subject, shape = profile.subject, (1, 1, len(where))
-    x = subject.random(*shape, dtype=dtype, seed=3).requires_grad_()
-    out = subject.random(*shape, dtype=dtype, seed=4)
-    y = subject.rotate(x * 1.0, profile.given(where))
-    gradients = gradient(y, x, out)
+    call = Call("", (tuple(profile.given(where)),), dtype=dtype, mode="gradient")
+    (x,), (out,) = (call.random(profile.subject, 1, seed) for seed in (3, 4))
+    made = results(profile.subject, call, [x], [out])
+    y, gradients = made["x"], made.get("the gradient of x")
     fitting = ((name, _reproducing(profile, x, y, table[finite])) for name, table in tables.items())
     name, forward = next((each for each in fitting if each[1]), ("unknown", ()))
     back: tuple[str, ...] = ()
@@ -512,34 +513,25 @@ def shares_of(
     The shares are 1 and None if only one of them does. If one function takes tables, it gets those of the other.
     """
     a, b = _with_tables_of(b, a), _with_tables_of(a, b)
-    heads = min(2, *(p.subject.most_heads or 2 for p in (a, b)))
     reach = min(a.reach, b.reach)
     far = torch.randint(0, reach, (32,), generator=torch.Generator().manual_seed(5)).tolist()
-    positions = [*range(min(96, reach)), *far]
-    keys = a.subject.way.takes_keys and b.subject.way.takes_keys
+    call = Call("", ((*range(min(96, reach)), *far),), 2, mode="gradient")
     found: dict[str, tuple[float, float | None]] = {}
     for dtype in dtypes:
-        given = [a.subject.random(1, heads, len(positions), dtype=dtype, seed=n) for n in (8, 9)]
-        results = []
-        for subject in (a.subject, b.subject):
-            x, out = map(subject.laid_out, given)
-            x.requires_grad_()
-            sides = [subject, subject.keys()] if keys else [subject]
-            with suppress(CallFailed):
-                y = torch.cat([side.rotate(x * 1.0, positions) for side in sides])
-                results.append((y.detach(), gradient(y, x, torch.cat([out] * len(sides)))))
-        if len(results) == 2:
-            (y, by_x), (z, by_z) = results
-            gradients = None if by_x is None or by_z is None else _share(by_x, by_z)
-            found[SHORT[dtype]] = _share(y, z), gradients
-        elif results:
+        own = _results_of([a.subject, b.subject], call._replace(dtype=dtype))
+        both = _shared(own)
+        back = [each for name, each in both if "gradient" in name]
+        if both:
+            values = [each for name, each in both if "gradient" not in name]
+            found[SHORT[dtype]] = _share(values), _share(back) if back else None
+        elif own:
             found[SHORT[dtype]] = (1.0, None)
     return found
 
 
 def _with_tables_of(maker: Profile, taker: Profile) -> Profile:
     """Return the profile of a function that takes tables, with tables that are measured of another function."""
-    takes = [p.subject.way.form.takes_tables for p in (maker, taker)]
+    takes = [p.subject.way.takes_tables for p in (maker, taker)]
     count = len(taker.subject.rates)
     if takes != [False, True] or maker.interleaved is None or len(maker.slots) != count:
         return taker
@@ -554,5 +546,8 @@ def _with_tables_of(maker: Profile, taker: Profile) -> Profile:
     return replace(taker, subject=replace(taker.subject, made=made))
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((gaps(one, other) > 0).double().mean()) if one.dtype == other.dtype else 1.0
+def _share(results: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Return the share of numbers that differ in a bit; 1 if dtypes do."""
+    if any(one.dtype != other.dtype for one, other in results):
+        return 1.0
+    return float(torch.cat([gaps(*both).flatten() > 0 for both in results]).double().mean())

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tightrope_tools.forms import pairs_of
+
 from ._call import CallFailed
 from ._calls import FEW
 from ._log import Log
@@ -25,8 +27,6 @@ from ._profile import (
     Profile,
     apart,
     gaps,
-    pairs_of,
-    renewed,
     shift_of,
     turned,
 )
@@ -90,7 +90,8 @@ class Angles:
 
     def renewed(self, dtype: torch.dtype = torch.float32) -> Angles:
         """Return the angles of a function that has not been called yet, if possible."""
-        return replace(self, profile=renewed(self.profile), dtype=dtype)
+        profile = replace(self.profile, subject=self.profile.subject.fresh())
+        return replace(self, profile=profile, dtype=dtype)
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
         """Return the frequencies that are meant for a call."""
@@ -169,7 +170,7 @@ def meant_of(log: Log, profile: Profile, declared: bool) -> Angles | None:
         evidence = f"each angle at positions 0 to {NEAR - 1} is a {dtype}"
         log.add("angle-dtype", evidence, dtype=dtype, x="")
         why = "" if declared else "they are rounded"
-    elif log.subject.way.form.takes_tables:
+    elif log.subject.way.takes_tables:
         why = "the caller provides them"
     elif log.found("history") and not log.subject.renew:
         why = "they depend on earlier calls, and no fresh copy can be made; use make=True"

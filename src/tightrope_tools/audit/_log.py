@@ -85,14 +85,6 @@ class Log:
         declared = self.spec is not None and self.spec.by_length
         self.add("length", severity="note" if declared else "warning", last=length - 1, size=size)
 
-    def measure_near(self) -> None:
-        """Measure the matrices from which the results of other calls are predicted.
-
-        Raises:
-            CallFailed: the function refuses the call.
-        """
-        self.near = Near.of(self.subject)
-
     @contextmanager
     def refusal(self, kind: str, severity: str | None = None, **words: Any) -> Iterator[None]:
         """Add a finding if a call in the block is refused; none if its kind is ""."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from tightrope.spec import RopeSpec
+from tightrope_tools.forms import Pair, pairs_in
 
 from ._call import CallFailed, Subject
 
@@ -132,24 +132,6 @@ def agree(
 def turned(angle: torch.Tensor) -> torch.Tensor:
     """The cosines and sines of angles, as complex numbers."""
     return torch.polar(torch.ones_like(angle), angle)
-
-
-class Pair(NamedTuple):
-    """Two channels that turn together, first < second."""
-
-    first: int
-    second: int
-
-
-def pairs_in(start: int, rotary_dim: int, interleaved: bool) -> list[Pair]:
-    """The channels of each pair of a slice."""
-    step, stride = (1, 2) if interleaved else (rotary_dim // 2, 1)
-    return [Pair(start + stride * k, start + stride * k + step) for k in range(rotary_dim // 2)]
-
-
-def pairs_of(spec: RopeSpec) -> list[Pair]:
-    """The channels of each pair of a spec."""
-    return pairs_in(spec.start, spec.rotary_dim, spec.interleaved)
 
 
 class Angles(NamedTuple):
@@ -512,8 +494,3 @@ def flips(factors: torch.Tensor) -> bool:
     """True if the factors on a channel at the near positions are 1, and -1 at odd ones."""
     wanted = torch.tensor([1.0 - 2.0 * (p % 2) for p in range(NEAR)], dtype=factors.dtype)
     return torch.allclose(factors, wanted, atol=1e-4)
-
-
-def renewed(profile: Profile) -> Profile:
-    """Return the profile with a function that has not been called yet, if possible."""
-    return replace(profile, subject=profile.subject.fresh())

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from tightrope.spec import RopeSpec
+from tightrope_tools.forms import Pair, pairs_of
 
 from ._identify import identify, nice
 from ._log import Log
-from ._profile import NARROW, NEAR, Pair, Profile, agree, flips, measure, pairs_of, wrapped
+from ._profile import NARROW, NEAR, Profile, agree, flips, measure, wrapped
 
 CLOSE = 1e-4
 """Largest relative error of a frequency that counts as equal. float32 gives 1e-6."""
@@ -187,7 +188,7 @@ def check_factor(log: Log, profile: Profile) -> None:
     least, most = float(sizes.min()), float(sizes.max())
     allowed = _LOOSE if profile.table in NARROW else min(_LOOSE, CLOSE + most - least)
     found = None if log.identity is None else log.identity.spec
-    takes = log.subject.way.form.takes_tables
+    takes = log.subject.way.takes_tables
     spec = log.spec or found
     usual = [] if spec is None else [spec.attention_scaling()]
     if takes or log.spec is None:
@@ -216,7 +217,7 @@ def rates_by_pair(spec: RopeSpec) -> dict[Pair, float]:
 def rates_of(log: Log, profile: Profile) -> torch.Tensor | None:
     """The frequencies that the pairs should have: the declared ones, or those of the audit's tables."""
     known = {} if log.spec is None else rates_by_pair(log.spec)
-    if log.subject.way.form.takes_tables:
+    if log.subject.way.takes_tables:
         known = dict(zip(profile.slots, log.subject.rates.tolist()))
     if not known.keys() >= {*profile.pairs}:
         return None
@@ -244,7 +245,7 @@ def signs_of(log: Log, profile: Profile, *, declared: bool = True) -> torch.Tens
 
 def name_rule(log: Log, profile: Profile) -> None:
     """Identify base and scaling from the frequencies."""
-    if log.subject.way.form.takes_tables:
+    if log.subject.way.takes_tables:
         log.facts["frequencies"] = "provided by the caller, as cosines and sines"
         return
     measured = dict(zip(profile.pairs, profile.omegas.abs().tolist()))
@@ -273,7 +274,7 @@ def check_declared(log: Log, spec: RopeSpec, profile: Profile) -> bool:
     same = False
     with log.check("pairing and slice are as declared"):
         same = _pairing(log, spec, profile)
-    if not same or log.subject.way.form.takes_tables:
+    if not same or log.subject.way.takes_tables:
         return False
     name = "frequencies are as declared"
     if log.found("history") and not log.subject.renew:
@@ -285,7 +286,7 @@ def check_declared(log: Log, spec: RopeSpec, profile: Profile) -> bool:
 
 
 def _pairing(log: Log, spec: RopeSpec, profile: Profile) -> bool:
-    rates, takes = rates_by_pair(spec), log.subject.way.form.takes_tables
+    rates, takes = rates_by_pair(spec), log.subject.way.takes_tables
     turning = {
         pair: rate for pair, rate in rates.items() if takes or abs(math.sin(rate / 2)) > 5e-7
     }

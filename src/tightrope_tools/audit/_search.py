@@ -7,16 +7,17 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from tightrope._errors import bad_value
+from tightrope.patching import FORMS, LAYOUTS, TABLE_SHAPES, WIDTHS
 from tightrope.spec import RopeSpec
-from tightrope_tools.forms import FORMS, WIDTHS, Argument, Call, calls_of, signature
+from tightrope_tools.forms import Argument, Way, calls_of, signature, takes
 
-from ._call import LAYOUTS, CallFailed, Subject, Way, fresh
+from ._call import CallFailed, Subject, fresh
 from ._together import Target
 
 # Likeliest first; another number must be stated.
@@ -32,30 +33,6 @@ _USUAL = {
 }
 
 
-class Hints(NamedTuple):
-    """The user's options for the call, named as in :func:`tightrope_tools.audit.audit`.
-
-    None means that the audit finds the value.
-    """
-
-    form: str | None = None
-    layout: str | None = None
-    tables: str | None = None
-    head_dim: int | None = None
-
-    def check(self) -> None:
-        """Refuse options that no call can meet."""
-        if self.form is not None:
-            parse(self.form)
-        known = {"layout": LAYOUTS, "tables": tuple(WIDTHS)}
-        for name, values in known.items():
-            value = getattr(self, name)
-            if value not in (None, *values):
-                raise bad_value(f"{name} must be one of {', '.join(values)} but got {value!r}")
-        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
-            raise bad_value(f"head_dim must be even and positive but got {self.head_dim}")
-
-
 class NoCallFound(Exception):
     """No way to call the function was found; the message lists the calls that were tried, with their errors."""
 
@@ -67,27 +44,23 @@ class NoCallFound(Exception):
         super().__init__(reasons or "the names of its arguments do not show their roles")
 
 
-def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str) -> Subject:
+def subject_of(target: Target, spec: RopeSpec | None, device: str) -> Subject:
     """Return the subject of a target, with the first call whose result has the right shape and differs by token.
 
     If no result does, the first call whose result has the right shape is taken, preferably one whose result
     differs by head.
 
     Args:
-        given: the user's options; the target and the spec fill in what they leave open.
         spec: the intended rotation, if known. The tables that the audit makes have its frequencies and, unless
             the function takes only others, its number of channels.
 
     Raises:
         NoCallFound: no call gives a result of the right shape.
     """
-    given.check()
-    fn, make = target.fn, target.make
-    form, layout = given.form or target.form, given.layout or target.layout
-    head_dim = given.head_dim or target.head_dim or (None if spec is None else spec.head_dim)
-    calls = [
-        Way(each.form, each.arguments) for each in (_calls(fn) if form is None else [parse(form)])
-    ]
+    fn, make, layout = target.fn, target.make, target.layout
+    _check(target)
+    head_dim = target.head_dim or (None if spec is None else spec.head_dim)
+    calls = _calls(fn) if target.form is None else [parse(target.form)]
     if spec is not None:
         axes = spec.axis_count
         calls = [replace(way, axes=axes) if way.takes_positions else way for way in calls]
@@ -96,7 +69,7 @@ def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str)
     if head_dim is not None:
         # If no tables of that size give a rotation, the function may rotate another slice: one whose
         # tables are as wide as those tried, in another format, or a usual one.
-        with_tables = [call for call in calls if call.form.takes_tables and call.names_its_form]
+        with_tables = [call for call in calls if call.takes_tables and call.names_its_form]
         first = sizes[0][1]
         widths = {head_dim, 2 * first, first // 2, *range(8, head_dim, 8)} - {first}
         # Tables for one pair may have one entry, which fits any slice.
@@ -106,7 +79,7 @@ def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str)
     tried: dict[str, str] = {}
     for dim, width, some in sizes:
         rates = _rates(spec, width)
-        for way in (each for call in some for each in _variants(call, layout, given.tables)):
+        for way in (each for call in some for each in _variants(call, layout, target.tables)):
             try:
                 found = _fit(Subject(fresh(fn, make), way, dim, rates, make, device))
             except CallFailed as error:
@@ -121,6 +94,17 @@ def subject_of(target: Target, given: Hints, spec: RopeSpec | None, device: str)
         if along in fitting:
             return _uncalled(fitting[along], fn)
     raise NoCallFound(tried)
+
+
+def _check(target: Target) -> None:
+    """Refuse options that no call can meet."""
+    known = {"layout": LAYOUTS, "tables": tuple(WIDTHS)}
+    for name, values in known.items():
+        value = getattr(target, name)
+        if value not in (None, *values):
+            raise bad_value(f"{name} must be one of {', '.join(values)} but got {value!r}")
+    if target.head_dim is not None and (target.head_dim < 2 or target.head_dim % 2):
+        raise bad_value(f"head_dim must be even and positive but got {target.head_dim}")
 
 
 def _uncalled(subject: Subject, fn: Callable[..., Any]) -> Subject:
@@ -142,7 +126,7 @@ def _rates(spec: RopeSpec | None, width: int) -> torch.Tensor:
     return torch.tensor(base) ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
-def _calls(fn: Callable[..., Any]) -> list[Call]:
+def _calls(fn: Callable[..., Any]) -> list[Way]:
     """Return calls to try: those that the argument names suggest, then the usual ones."""
     named = calls_of(fn)
     seen = signature(fn)
@@ -158,16 +142,16 @@ def _calls(fn: Callable[..., Any]) -> list[Call]:
 
 def _variants(call: Way, layout: str | None, width: str | None) -> Iterator[Way]:
     layouts: Sequence[str] = LAYOUTS if layout is None else (layout,)
-    shapes = ["sd"] if call.takes_rows else ["bsd", "sd", "b1sd", "bs1d", "s11d"]
+    shapes = ["sd"] if call.takes_rows else [*TABLE_SHAPES]
     if call.packed:
-        shapes = ["sd", "s11d"]
+        shapes = [shape for shape in TABLE_SHAPES if "b" not in shape]
         layouts = ("thd", "bshd", "bhsd", "bsd", "sd") if layout is None else layouts
     widths: Sequence[str] = call.form.widths if width not in call.form.widths else (width,)
     if call.form.gives_tables:
         yield from (replace(call, shared_positions=shared) for shared in (False, True))
         return
     for each in layouts:
-        if call.form.takes_tables:
+        if call.takes_tables:
             for shape, held in itertools.product(shapes, widths):
                 yield replace(call, layout=each, width=held, table_shape=shape)
         elif not call.takes_positions or each not in ("thd", "sd"):
@@ -195,9 +179,9 @@ def _fit(subject: Subject) -> tuple[Subject, str] | None:
     if not way.rows_differ:
         ids = ids[:1].expand(rows, -1)
     y = subject.rotate(x, ids).detach().double().cpu()
-    if way.form.takes_tables and not _is_sound(subject, x):
+    if way.takes_tables and not _is_sound(subject, x):
         return (subject, "") if way.names_its_form else None
-    ambiguous = way.form.takes_tables and not way.names_its_form
+    ambiguous = way.takes_tables and not way.names_its_form
     if ambiguous and bool((subject.rotate(x, [0] * _TOKENS) < 0).any()):
         return None  # a quarter turn of positive numbers: sines in place of cosines
     if ambiguous and not _adds_up(subject, x):
@@ -253,7 +237,7 @@ def _gives_tables(subject: Subject) -> tuple[Subject, str]:
     return fixed, "tokens" if bool(y.isfinite().all()) else ""
 
 
-def parse(text: str) -> Call:
+def parse(text: str) -> Way:
     """Parse a call: ``"x, positions"``, ``"q, k, cos, sin"``, ``"x, positions -> cos, sin"``.
 
     Raises:
@@ -263,8 +247,8 @@ def parse(text: str) -> Call:
     roles = [name.strip() for name in head.split(",")]
     if "".join(result.split()) == "cos,sin" * bool(arrow):
         for form in FORMS.values():
-            if form.gives_tables == bool(arrow) and form.takes(roles):
-                return Call(form, tuple(map(Argument, roles)))
+            if form.gives_tables == bool(arrow) and takes(form, roles):
+                return Way(form, tuple(map(Argument, roles)))
     listed = ", ".join(dict.fromkeys(role for form in FORMS.values() for role in form.roles))
     raise bad_value(
         f"form must list the arguments, each one of x, q, k, seq_dim, {listed}, as in 'x, positions' or "

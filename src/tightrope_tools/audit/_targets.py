@@ -28,7 +28,7 @@ from tightrope.positions import multi_axis
 from tightrope.spec import RopeSpec
 
 from ._call import describe_error, undisturbed
-from ._search import Hints, NoCallFound, subject_of
+from ._search import NoCallFound, subject_of
 from ._together import Target, together
 
 _FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>[A-Za-z_][\w.]*)$")
@@ -52,18 +52,30 @@ def resolve(
     layer_type: str | None = None,
     spec: RopeSpec | None = None,
     partner: object = None,
+    **stated: Any,
 ) -> Target:
     """Resolve the ``target`` argument of an audit, together with its partner, if any.
 
     Args:
         spec: the rotation of ``"stack:NAME"``; other targets do not use it.
+        stated: form, layout, tables and head_dim, as in :func:`tightrope_tools.audit.audit`.
 
     Raises:
         ValueError, TypeError: the target does not exist or cannot be called.
     """
+    found = _found(target, make, layer_type, spec)
     if partner is not None:
-        own = resolve(target, make=make, layer_type=layer_type, spec=spec)
-        return together(own, resolve(partner))
+        found = together(found, _found(partner))
+    given = {name: value for name, value in stated.items() if value is not None}
+    return replace(found, **given)
+
+
+def _found(
+    target: object,
+    make: bool = False,
+    layer_type: str | None = None,
+    spec: RopeSpec | None = None,
+) -> Target:
     if isinstance(target, Target):
         return target
     if isinstance(target, str) and names_stack(target):
@@ -124,7 +136,7 @@ def from_stack(name: str, spec: RopeSpec | None) -> Target:
         return functional.rotate(x, spec.at(where, stack=stack))
 
     form = "x, positions"
-    return Target(f"{_STACK}{name}", fn, None, spec, form, "bhsd", spec.head_dim)
+    return Target(f"{_STACK}{name}", fn, None, spec, form, "bhsd", head_dim=spec.head_dim)
 
 
 def _imported(target: str) -> Callable[..., Any]:
@@ -252,7 +264,7 @@ def from_model(config: Any, layer_type: str | None, model: nn.Module | None = No
             with undisturbed():
                 found = together(Target(name, make(), make, spec), apply)
                 found = replace(found, name=name, unread=str(unread or ""))
-                subject_of(found, Hints(), spec, "cpu")
+                subject_of(found, spec, "cpu")
                 return found
         except NoCallFound as error:
             why = str(error)

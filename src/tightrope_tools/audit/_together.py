@@ -10,17 +10,15 @@ from typing import Any
 import torch
 
 from tightrope._errors import bad_value
+from tightrope.patching import role_of
 from tightrope.spec import RopeSpec
-from tightrope_tools.forms import Argument, Call, calls_of, signature
+from tightrope_tools.forms import Argument, Way, calls_of, signature
 
 from ._call import passed
 
-# Roles of the parameters of a function that makes tables, by their names.
-_NAMES = {
-    "positions": re.compile(r"pos|(^|_)ids$"),
-    "length": re.compile(r"len|^end$|^n$|size$"),
-    "head_dim": re.compile(r"dim$|^d$"),
-}
+# Roles of the parameters of a function that makes tables, beside those for which it gets x.
+_LENGTHS = ("length", "max_seqlen")
+_ROLES = ("positions", "head_dim", *_LENGTHS)
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Target:
         fn: the function.
         make: returns a new function; None if ``fn`` is copied instead.
         spec: the intended rotation, if known.
-        form, layout, head_dim: how to call it, if known.
+        form, layout, tables, head_dim: how to call it, if known; named as in :func:`tightrope_tools.audit.audit`.
         unread: why a config gave no spec.
         recorded: whether the conversion record beside a config states "interleaved"; None if there is none.
     """
@@ -43,6 +41,7 @@ class Target:
     spec: RopeSpec | None = None
     form: str | None = None
     layout: str | None = None
+    tables: str | None = None
     head_dim: int | None = None
     unread: str = ""
     recorded: bool | None = None
@@ -86,9 +85,9 @@ def together(target: Target, partner: Target) -> Target:
     return replace(target, name=name, fn=join(target.fn), make=make, form=", ".join(rest))
 
 
-def _applied(fn: Callable[..., Any]) -> Call | None:
+def _applied(fn: Callable[..., Any]) -> Way | None:
     """The likeliest call with tables, or None if the function takes none."""
-    return next((each for each in calls_of(fn) if each.form.takes_tables), None)
+    return next((each for each in calls_of(fn) if each.takes_tables), None)
 
 
 def _given(fn: Callable[..., Any]) -> list[Argument]:
@@ -96,13 +95,13 @@ def _given(fn: Callable[..., Any]) -> list[Argument]:
     found = []
     seen = signature(fn)
     for each in () if seen is None else seen.parameters.values():
-        role = next((role for role, names in _NAMES.items() if names.search(each.name)), None)
+        role = role_of(each.name)
         needed = each.default is each.empty
         if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL) and (
-            needed or (role == "length" and each.default is None)
+            needed or (role in _LENGTHS and each.default is None)
         ):
             by_name = not needed or each.kind is each.KEYWORD_ONLY
-            found.append(Argument(role or "x", each.name, by_name))
+            found.append(Argument(role if role in _ROLES else "x", each.name, by_name))
     tensor = re.compile("x|q|hidden")
     if [each.role for each in found] == ["x"] and not tensor.match(str(found[0].name)):
         found = [found[0]._replace(role="positions")]
@@ -118,7 +117,7 @@ class Together:
 
     rotary: Callable[..., Any]
     apply_function: Callable[..., Any]
-    call: Call
+    call: Way
     given: list[Argument]
     roles: list[str]
 
@@ -130,7 +129,8 @@ class Together:
         length = x.shape[values.get("seq_dim", 0)]
         if isinstance(where, torch.Tensor):
             length = int(where.max()) + 1 if where.numel() else 0
-        known = {"x": x, "head_dim": x.shape[-1], "length": length, "positions": where}
+        known = {"x": x, "head_dim": x.shape[-1], "positions": where}
+        known |= dict.fromkeys(_LENGTHS, length)
         positional, named = passed(self.given, known)
         made = self.rotary(*positional, **named)
         tables = [each for each in self.call.arguments if each.role in self.call.form.roles]

@@ -6,12 +6,11 @@ A folder has the record in a file beside its weights, a single file in its metad
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tightrope.config.files import Record, load
 
-from .files import Checkpoint, fail, open_checkpoint, shown
+from .files import Checkpoint, fail, shown
 from .model import Model, pairing_name
 from .plan import Change, Plan
 
@@ -22,37 +21,12 @@ def known(checkpoint: Checkpoint) -> list[Record]:
     Raises:
         ValueError: the record is not one.
     """
-    file = None if checkpoint.folder else checkpoint.path.name
-    return [one for each in checkpoint.files.values() for one in each] + _beside(
-        checkpoint.home, file
-    )
-
-
-def known_at(home: Path) -> list[Record]:
-    """Return the conversions that are recorded in a folder, perhaps one without readable weights.
-
-    Raises:
-        ValueError: the record is not one.
-    """
-    try:
-        found = open_checkpoint(home)
-    except (OSError, ValueError):
-        return _beside(home)
-    return known(found)
-
-
-def _beside(home: Path, file: str | None = None) -> list[Record]:
-    """Return the conversions in the record beside the weights, if it is about this file."""
-    path = home / Record.file
+    found = [one for each in checkpoint.files.values() for one in each]
+    path, file = checkpoint.home / Record.file, checkpoint.path.name
     values = load(path) if path.is_file() else {}
-    if not values or file not in (None, *(values.get("files") or [])):
-        return []
-    return Record.listed(values.get("conversions"), Record.file)
-
-
-def whence(where: str) -> str:
-    """Name the record in a file as the source of a pairing."""
-    return f"the conversion record {'' if where == Record.file else 'in '}{where}"
+    if values and (checkpoint.folder or file in (values.get("files") or [])):
+        found += Record.listed(values.get("conversions"), Record.file)
+    return found
 
 
 def settled(checkpoint: Checkpoint, model: Model, plan: Plan, records: list[Record]) -> Model:
@@ -89,8 +63,8 @@ def settled(checkpoint: Checkpoint, model: Model, plan: Plan, records: list[Reco
                     f"{record.where} must be about the rows of {change.entry.name} that would move but states others: "
                     "state the slice, heads and packing of that conversion, or pass --from"
                 )
-    where, interleaved = stated[0]
-    return replace(model, interleaved=interleaved, who=whence(where), assumed=False)
+    first = next(record for record in records if record.tensors & names)
+    return replace(model, interleaved=first.interleaved, who=first.source, assumed=False)
 
 
 def _told(name: str, records: list[Record]) -> dict[str, bool]:

@@ -21,7 +21,7 @@ from ._detect import weigh
 from .files import Checkpoint, Entry, fail, header_with, open_checkpoint, read_header
 from .model import Model, Stated, basis, describe, pairing_name, read_model
 from .plan import Change, Plan, make_plan
-from .record import after, known, settled, whence
+from .record import after, known, settled
 from .verify import Verified, verify as compare
 
 _BUFFER = 8 << 20
@@ -131,7 +131,7 @@ def convert(
     if model.interleaved == interleaved:
         other = pairing_name(not interleaved)
         hint = f"if it is not, pass --from {other}"
-        if any(model.who == whence(record.where) for record in records):
+        if any(model.who == record.source for record in records):
             hint = f"--to {other} converts it back"
         fail(
             f"the checkpoint is already {to} ({basis(model.who, model.assumed)}); {hint}, and for another part of it "

@@ -9,6 +9,8 @@ from decimal import Decimal
 from tightrope.frequencies import CONTEXT, TWO_PI
 from tightrope.spec import RopeSpec
 
+from ..forms import pairs_of
+
 
 @dataclass(frozen=True)
 class PairRow:
@@ -50,10 +52,10 @@ class PairRow:
         return f"× {1 / self.slower:.4g}" if self.slower else "started"
 
 
-def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[PairRow, ...]:
-    """Return all pairs of a spec, at a context length.
+def rows_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[PairRow, ...]:
+    """Return a row for each pair of a spec, at a context length.
 
-    >>> pairs = pairs_of(RopeSpec(4), context=8, trained=None)
+    >>> pairs = rows_of(RopeSpec(4), context=8, trained=None)
     >>> [round(pair.wavelength, 3) for pair in pairs]
     [6.283, 628.319]
     """
@@ -61,7 +63,7 @@ def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[
     plain = replace(spec, scaling=None).frequencies().exact
     count = max(len(plain), 1)
     heads = 1 if scaled.shape is None else scaled.shape[-2]
-    made = []
+    made, channels = [], pairs_of(spec)
     for index, omega in enumerate(scaled.exact):
         pair, head, axis = index % count, None, None
         if scaled.shape is not None:
@@ -72,15 +74,8 @@ def pairs_of(spec: RopeSpec, context: int | None, trained: int | None) -> tuple[
         alone = plain[pair]
         waves = _wavelength(omega), _wavelength(alone), _ratio(alone, omega)
         turns = _turns(omega, context), _turns(alone, trained)
-        made.append(PairRow(index, _channels(spec, pair), axis, head, float(omega), *waves, *turns))
+        made.append(PairRow(index, channels[pair], axis, head, float(omega), *waves, *turns))
     return tuple(made)
-
-
-def _channels(spec: RopeSpec, pair: int) -> tuple[int, int]:
-    if spec.interleaved:
-        first = spec.start + 2 * pair
-        return first, first + 1
-    return spec.start + pair, spec.start + pair + spec.rotary_dim // 2
 
 
 def _wavelength(omega: Decimal) -> float:

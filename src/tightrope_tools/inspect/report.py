@@ -12,7 +12,7 @@ from tightrope.spec import RopeSpec
 
 from .exactness import EXACT, Exactness, exactness_of
 from .notes import Note, notes_on
-from .pairs import PairRow, pairs_of
+from .pairs import PairRow, rows_of
 from .subject import Field, Part, read
 
 # Lengths up to which errors are reported, in addition to the context.
@@ -154,7 +154,7 @@ def _report(part: Part, spec: RopeSpec, context: int | None) -> PartReport:
         spec,
         length,
         trained,
-        pairs_of(spec, length, trained),
+        rows_of(spec, length, trained),
         spec.attention_scaling(length),
         None if getattr(spec.scaling, "scales_softmax", True) is None else spec.softmax_scaling,
         exactness_of(spec, {*_LENGTHS, length or _LENGTHS[0]}, length),

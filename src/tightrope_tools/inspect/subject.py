@@ -13,7 +13,6 @@ from tightrope.config import LayerSpecs, Provenance, files
 from tightrope.frequencies import Rule
 from tightrope.spec import RopeSpec
 
-from ..convert.record import known_at, whence
 from .stored import Stored, shared_out, stored_in
 
 
@@ -53,36 +52,30 @@ class Part:
 
 
 def read(
-    config: object,
-    *,
-    section: str | None = None,
-    interleaved: bool | None = None,
-    **stated: Any,
+    config: object, *, section: str | None = None, **options: Any
 ) -> tuple[str, str, list[Part]]:
     """Read a configuration and split it into its parts; return its name, the kind of configuration, and the parts.
 
     Args:
         config: a spec, any input of :meth:`tightrope.RopeSpec.from_config`, or the JSON of
             :meth:`tightrope.RopeSpec.to_dict`, as a mapping or in a file. If the configuration
-            lies in a folder that `tightrope convert` wrote, and ``interleaved`` is None, the
+            lies in a folder that `tightrope convert` wrote, and ``interleaved`` is not given, the
             pairing of each section that was converted is read from the record.
-        section, interleaved, stated: as in :meth:`tightrope.RopeSpec.from_config`. Without a section,
+        section, options: as in :meth:`tightrope.RopeSpec.from_config`. Without a section,
             every part that rotates is read.
 
     Raises:
         OSError, ValueError, TypeError: as in :meth:`tightrope.RopeSpec.from_config`.
     """
-    name, records = type(config).__name__, list[files.Record]()
-    stored: list[Stored] = []
+    name, where, stored = type(config).__name__, config, list[Stored]()
     if isinstance(config, RopeSpec):
         return name, "a RopeSpec", [_of_spec(config, "given")]
     if isinstance(config, str | os.PathLike):
         name, path = os.fspath(config), Path(config)
-        config = files.load(path)
+        config = where = files.load(path)
         if path.is_dir() or path.name in files.NAMES:
-            folder = path if path.is_dir() else path.parent
-            stored = stored_in(folder)
-            records = known_at(folder) if interleaved is None else []
+            where = path  # records of conversions lie there
+            stored = stored_in(path if path.is_dir() else path.parent)
     saved = isinstance(config, Mapping) and {"version", "head_dim"} <= config.keys()
     if saved and "model_type" not in config:  # type: ignore[operator]
         spec = RopeSpec.from_dict(config)  # type: ignore[arg-type]
@@ -96,16 +89,14 @@ def read(
         label = one or "outer level" * several
         chosen = one or section if only else one  # the only part, also if it is not the text
         try:
-            record = reader.recorded(config, one, records)
-            pairing = interleaved if record is None else record.interleaved
-            provenance = reader.provenance(config, section=chosen, interleaved=pairing, **stated)
+            provenance = reader.provenance(where, section=chosen, **options)
         except (ValueError, TypeError) as error:
             if not several:
                 raise
             found.append(Part(label, None, why_not=str(error)))
         else:
             forms.append(provenance.name)
-            found += _parts_of(provenance, label, record)
+            found += _parts_of(provenance, label)
     if not forms:
         raise ValueError(found[0].why_not)
     return name, ", ".join(forms), shared_out(stored, found)
@@ -121,8 +112,8 @@ def _of_spec(spec: RopeSpec, source: str) -> Part:
     return Part("", spec, tuple(Field(name, value, source) for name, value in values.items()))
 
 
-def _parts_of(provenance: Provenance, section: str, record: files.Record | None) -> Iterator[Part]:
-    """Yield the parts of a section; a conversion record is the source of their pairing."""
+def _parts_of(provenance: Provenance, section: str) -> Iterator[Part]:
+    """Yield the parts of a section."""
     specs: Mapping[Any, RopeSpec | None]
     specs, layers = {None: provenance.spec}, None  # type: ignore[dict-item]
     if isinstance(provenance.spec, LayerSpecs):
@@ -130,11 +121,6 @@ def _parts_of(provenance: Provenance, section: str, record: files.Record | None)
     for layer, spec in specs.items():
         at = tuple(number for number, one in enumerate(layers or ()) if one == layer)
         rows = [Field(*row[1:]) for row in provenance.rows if layer in (None, row.layer)]
-        if record is not None:
-            rows = [
-                row._replace(source=whence(record.where)) if row.name == "interleaved" else row
-                for row in rows
-            ]
         yield Part(
             ": ".join(filter(None, (section, layer))),
             spec,

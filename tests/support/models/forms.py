@@ -55,7 +55,7 @@ def apply_rotary_of_named_angles(t: Any, freqs: Any) -> Any:
 NEW: dict[str, tuple[Form, Function, str]] = {
     "dictionary": (
         Form(
-            *("a dictionary of tables", ("dictionary",)),
+            ("dictionary",),
             lambda cos, sin: ({"cos": cos, "sin": sin},),
         ),
         apply_rotary_of_a_dictionary,
@@ -63,7 +63,7 @@ NEW: dict[str, tuple[Form, Function, str]] = {
     ),
     "stacked": (
         Form(
-            *("tables stacked last", ("stacked",)),
+            ("stacked",),
             lambda cos, sin: (torch.stack((cos, sin), -1),),
         ),
         apply_rotary_of_stacked_tables,
@@ -71,7 +71,7 @@ NEW: dict[str, tuple[Form, Function, str]] = {
     ),
     "named angles": (
         Form(
-            *("a dictionary of angles", ("named",)),
+            ("named",),
             lambda cos, sin: ({"angles": torch.atan2(sin, cos)},),
             narrow=False,
         ),

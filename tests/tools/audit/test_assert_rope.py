@@ -229,6 +229,7 @@ def test_functions_that_count_tokens_themselves() -> None:
     def late(x: torch.Tensor) -> torch.Tensor:
         return rotate(x, spec, int(x.shape[2] > 3000))
 
+    assert_rope(right, spec, longest=2**13)
     assert_rope(right, like=lambda x: right(x))
     assert_rope(right, like=lambda x: right(x.detach()))  # a reference without gradients
     for function, words in (

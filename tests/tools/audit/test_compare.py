@@ -110,11 +110,11 @@ ELSEWHERE: dict[str, tuple[Rope, str, str]] = {
     "a jump": (at(lambda _, p: p + (p > 8192)), "position-jump", "off by +1"),
     "no gradient": (lambda x, p: rope()(x.detach(), p), "gradient-missing", "missing"),
     "x in 16 bits": (lambda x, p: rope()(x.bfloat16().to(x.dtype), p), "not-linear", "16 bits"),
-    "one position": (at(lambda _, p: p + (p == 1000)), "calls", "many tokens"),
-    "long calls": (at(lambda x, p: p + (x.shape[2] >= 3000)), "calls", "many tokens"),
+    "one position": (at(lambda _, p: p + (p == 1000)), "calls", "5,000 tokens"),
+    "long calls": (at(lambda x, p: p + (x.shape[2] >= 3000)), "calls", "5,000 tokens"),
     "without gradients": (
         at(lambda _, p: p + (not torch.is_grad_enabled())),
-        *("calls", "a token alone, without gradients"),
+        *("calls", "a token at position 0, without gradients"),
     ),
 }
 
@@ -394,3 +394,13 @@ def test_errors(one: Any, other: Any, options: dict[str, Any], text: str) -> Non
     spec = {"spec": RopeSpec(DIM)} if one in STACKS and options else {}
     with pytest.raises(ValueError, match=text):
         compare(one, other, **spec | options)
+
+
+def test_equal_numbers_of_another_dtype_differ() -> None:
+    found = compare(rope(), lambda x, positions: rope()(x, positions).float(), head_dim=DIM)
+    assert {name: share[0] for name, share in found.shares.items()} == {
+        "float32": 0.0,
+        "bfloat16": 1.0,
+        "float16": 1.0,
+    }
+    assert not found.ok

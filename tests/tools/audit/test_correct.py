@@ -204,7 +204,7 @@ def test_the_call_is_found(name: str) -> None:
 def test_a_new_form_is_audited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, function, pairing = NEW[name]
     holds(audit, case(function, "cannot-call", longest=2048))
-    monkeypatch.setitem(FORMS, form.name, form)
+    monkeypatch.setitem(FORMS, name, form)
     facts = {"called as": f"fn(x, {form.roles[0]})", "pairing": pairing}
     holds(audit, case(function, longest=2048, facts=facts))
 

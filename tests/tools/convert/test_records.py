@@ -234,6 +234,29 @@ def test_from_config_obeys_a_record_in_the_files_of_weights(tmp_path: Path, shar
         assert not inspect(source).parts[0].spec.interleaved
 
 
+def test_a_record_in_a_file_of_any_name(tmp_path: Path) -> None:
+    """Beside the file that was converted, one that was not leaves the pairing of the folder open."""
+    source = write(tmp_path / "a", llama_tensors(), LLAMA)
+    file = source / "consolidated.safetensors"
+    convert(source / MODEL, file, to="interleaved", stated=Stated(config=source))
+    for reads in (read, inspect):
+        with refused(f"must have one pairing but {file.name} was converted and {MODEL} was not"):
+            reads(source)
+    (source / MODEL).unlink()
+    (part,) = inspect(source).parts
+    assert part.spec == read(source)
+    assert part.spec.interleaved
+
+
+def test_a_record_beside_a_single_file_is_about_the_files_that_it_lists(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", llama_tensors(), LLAMA)
+    go(source, "b", "interleaved")
+    other = tmp_path / "b" / "other.safetensors"
+    other.write_bytes((source / MODEL).read_bytes())
+    assert detect(tmp_path / "b" / MODEL).stated == "interleaved"
+    assert detect(other).stated == "half"
+
+
 def test_a_record_is_about_the_slice_that_was_converted(tmp_path: Path) -> None:
     go(write(tmp_path / "a", llama_tensors(), LLAMA), "b", "interleaved")
     config = tmp_path / "b" / "config.json"
