@@ -56,7 +56,7 @@ class Gate:
     Attributes:
         by_position: whether the factor depends on the position.
         signed: whether the factor may be negative or 0, so that it has no logarithm.
-        axes: the tensors that :meth:`cut` divides; None for a gate of your own, which cannot be divided.
+        axes: the tensors that ``cut`` divides among processes; None for a gate of your own, which cannot be divided.
     """
 
     by_position: ClassVar[bool] = False
