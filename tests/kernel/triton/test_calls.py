@@ -15,13 +15,13 @@ import torch
 from tests.support import calls, oracle, table_calls
 from tests.support.caches import check_entries, check_keys_and_values
 from tests.support.calls import CASES, Call
-from tests.support.helpers import Watcher, noise, version_of
+from tests.support.helpers import Watcher, noise
 from tests.support.matrix import needs_kernel
 from tests.support.tolerances import assert_each, assert_same_bits, value
 from tests.support.triton.cases import (
     DEVICE,
-    INTERPRETED,
     kernels_in_place,
+    needs_fma,
     needs_triton,
     on_this_device,
     use_programs,
@@ -155,7 +155,7 @@ def test_bits_depend_on_neither_programs_nor_strides_nor_place(case: Mapping[str
 
 
 @needs_kernel
-@pytest.mark.skipif(INTERPRETED and version_of("triton") < (3, 9), reason="its sums round twice")
+@needs_fma
 @every_case(4, step=3)
 def test_plain_rotations_have_the_bits_of_the_cpu_kernel(case: Mapping[str, Any]) -> None:
     kind = torch.float32 if case["dtype"] == torch.float64 else case["dtype"]

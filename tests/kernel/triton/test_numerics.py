@@ -17,6 +17,7 @@ from tests.support.helpers import Watcher, noise, on
 from tests.support.tolerances import Result, assert_near, assert_rotated, value
 from tests.support.triton.cases import (
     DEVICE,
+    needs_fma,
     needs_triton,
     on_this_device,
     operators,
@@ -207,6 +208,7 @@ def test_a_factor_beyond_float32_is_infinite(make: Any, dtype: torch.dtype) -> N
     assert torch.isinf(y[..., 4:]).all()
 
 
+@needs_fma
 @pytest.mark.parametrize("at", [2**30 + 29, -1.75])
 def test_slopes_have_more_digits_than_float32(at: float) -> None:
     """P is accurate at e^±80 far from 0, and where positions are fractions."""

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.helpers import version_of
 from tightrope.angles import words_from
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -31,6 +32,10 @@ EMULATED = "" if HAS_GPU else os.environ.get("TIGHTROPE_EMULATE", "")
 INTERPRETED = HAS_TRITON and not HAS_GPU and not EMULATED
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+needs_fma = pytest.mark.skipif(
+    INTERPRETED and version_of("triton") < (3, 9),
+    reason="this interpreter rounds a fused multiply-add twice",
+)
 
 COMPILERS = os.environ.get("CC"), "gcc", "clang"
 COMPILES = (
