@@ -412,14 +412,12 @@ def on(
 
     After the first call, nothing is copied from the host if the gate has no tensors, or has them on that device.
     """
-    if gate.axes is None:
-        make = gate.factor if signed else gate.log_factor
-        return onto(make(channels, positions, x.dtype), x.device)
-    if isinstance(gate, Scalar):
-        made = gate._log(x.dtype, x.device)
-    else:
-        made = gate._made(_At(channels, positions, x.dtype))
-    return onto(made.exp() if signed and not gate.signed else made, x.device)
+    if type(gate) is Scalar:
+        log = gate._log(x.dtype, x.device)
+        return onto(log.exp() if signed else log, x.device)
+    # Those of a gate of your own, too, which may be a subclass of one of the library.
+    make = gate.factor if signed else gate.log_factor
+    return onto(make(channels, positions, x.dtype), x.device)
 
 
 def onto(log: torch.Tensor, device: torch.device) -> torch.Tensor:

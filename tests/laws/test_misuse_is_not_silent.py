@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.refused_calls import refused_calls
-from tests.support.tolerances import assert_same_bits
+from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, gates, positions
 from tightrope.activations import RMSNorm
 from tightrope.frequencies import DynamicNTK, LongRoPE
@@ -222,3 +223,32 @@ def test_a_name_of_the_hub_is_no_path(tmp_path: Path) -> None:
     config = {"model_type": "llama", "head_dim": 8, "hidden_size": 64, "num_attention_heads": 8}
     (name / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     assert RopeSpec.from_config(name).head_dim == 8
+
+
+GATES = {
+    "log_factor": [
+        gates.Scalar(1.5),
+        gates.Exp(torch.full((8,), 0.5)),
+        gates.Slope(torch.full((8,), 0.5)),
+        gates.Given(torch.full((1, 5, 1, 8), 0.5)),
+        gates.XPos(centre=0.0),
+    ],
+    "factor": [gates.Factor(torch.full((8,), -0.5))],
+}
+
+
+@pytest.mark.parametrize("method, gate", [(name, one) for name in GATES for one in GATES[name]])
+@pytest.mark.parametrize("act", ["none", "silu"])
+def test_a_method_that_a_gate_overrides_is_called(method: str, gate: Any, act: str) -> None:
+    """Also that of a gate whose class derives from one of the library: every factor is 1 here."""
+
+    def none(self: Any, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.full((1, 1, 1, 1), float(method == "factor"))
+
+    own = type("Own", (type(gate),), {method: none})
+    without = own(**{field.name: getattr(gate, field.name) for field in dataclasses.fields(gate)})
+    plain, gated, kept = (
+        rotate(X[:1, :3], SPEC, 5, act=act, gate=each) for each in (None, gate, without)
+    )
+    assert_near(kept, plain, "float32 ways")
+    assert not torch.equal(gated, plain)

@@ -47,7 +47,7 @@ def lower(
         code = FACTOR if signed else LOG if own else NO_GATE
         for gate in own:
             gates_.check_own(name, x, gate)
-            if len(own) == 1 and isinstance(gate, Slope) and not _needs_log(rotation):
+            if len(own) == 1 and type(gate) is Slope and not _needs_log(rotation):
                 code, one = SLOPE, gate.rates(channels, x.dtype).to(x.device)
                 gates_.check_fit(name, x, gate, (1, one.shape[0], 1))
             else:
@@ -101,7 +101,7 @@ def _lower_one_quickly(
         return LOG, gates_.on(gate, x, channels)
     if _needs_log(rotation):
         return None
-    if isinstance(gate, Slope):
+    if type(gate) is Slope:
         return SLOPE, gate.rates(channels, x.dtype)
     where = BY_NAME[layout]
     if not isinstance(gate, XPos) or rotation.angles.words.shape[0] != 1 or x.dim() != where.dims:
