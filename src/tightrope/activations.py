@@ -80,8 +80,10 @@ class RMSNorm:
                 raise bad_value(
                     "weight must have shape (head_dim,) or (heads, head_dim)", weight=weight
                 )
-        none = "; None of torch.nn.RMSNorm is torch.finfo(torch.float32).eps, in 16 bits too"
-        if not 0.0 <= real("eps", self.eps, none * (self.eps is None)) < math.inf:
+        hint = ""
+        if self.eps is None:
+            hint = "; None of torch.nn.RMSNorm is torch.finfo(torch.float32).eps, in 16 bits too"
+        if not 0.0 <= real("eps", self.eps, hint) < math.inf:
             raise bad_value(f"eps must be finite and at least 0 but got {self.eps}")
         check_flag("unit_offset", self.unit_offset)
 

@@ -73,13 +73,9 @@ def cos_sin(
     """
     if tables not in schema.TABLES:
         raise bad_value(f"tables must be one of {', '.join(schema.TABLES)} but got {tables!r}")
-    if (
-        not isinstance(dtype, torch.dtype)
-        or dtype not in KINDS["float32, float64, bfloat16 or float16"]
-    ):
-        raise bad_type(
-            f"dtype must be float32, float64, bfloat16 or float16 but got {describe(dtype)}"
-        )
+    kind = "float32, float64, bfloat16 or float16"
+    if not isinstance(dtype, torch.dtype) or dtype not in KINDS[kind]:
+        raise bad_type(f"dtype must be {kind} but got {describe(dtype)}")
     rule = "positions must hold the position of every token but"
     if positions is None:
         if seq_len is None:

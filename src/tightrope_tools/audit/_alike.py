@@ -49,7 +49,8 @@ class Call(NamedTuple):
         ]
 
 
-_FEW = ((3, 1, 4, 2, 5), (9, 2, 6, 5, 3))
+#: Positions in no order, in rows that differ.
+ROWS = ((3, 1, 4, 2, 5), (9, 2, 6, 5, 3))
 #: The calls; those that a function or its reference does not take are left out.
 CALLS = (
     Call("a token at position 0", ((0,),)),
@@ -62,13 +63,13 @@ CALLS = (
     Call("two rows", ((0, 1), (0, 1)), 3),
     Call("rows at positions of their own", ((0, 1), (5, 6))),
     Call("k with fewer heads", ((0, 1),), 4, 2),
-    Call("many heads", _FEW, 40),
-    Call("many heads without gradients", _FEW, 40, mode="no gradient"),
+    Call("many heads", ROWS, 40),
+    Call("many heads without gradients", ROWS, 40, mode="no gradient"),
     *(
         Call(f"the gradient of {SHORT[t]}", ((0, 1),), 1, 0, t, "gradient")
         for t in (torch.float32, *NARROW)
     ),
-    Call("gradients of many heads", _FEW, 9, mode="gradient"),
+    Call("gradients of many heads", ROWS, 9, mode="gradient"),
     *(Call(f"position {p:,}", ((p,),)) for p in (4095, 4097, 100_003)),
     Call("a long cache", (tuple(range(70_000, 70_016)),)),
     *(Call(f"x in {SHORT[t]}", ((p,),), dtype=t) for t in NARROW for p in (1, 257, 4097)),
