@@ -36,6 +36,8 @@ OTHER_SETS = [
     for name in cpu.instruction_sets()
     if name != cpu.instruction_set()
 ]
+#: Marks of what only `make emulate` runs.
+EMULATED = (pytest.mark.slow, pytest.mark.emulated)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])

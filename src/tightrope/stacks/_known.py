@@ -1,6 +1,6 @@
 """The known stacks, each with the files and the version that it follows.
 
-config/stacks.json has a row for each, with the fields of :class:`Stack`. Its ``rules`` map the name of a frequency
+known.json has a row for each, with the fields of :class:`Stack`. Its ``rules`` map the name of a frequency
 rule, or "default" for none, to the name of a formula, or to a formula and the only values of the rule's fields
 that it takes. A stack with the rules of another names that one.
 """
@@ -41,6 +41,6 @@ def _stack(row: dict[str, Any]) -> Stack:
     return Stack(**row | made)
 
 
-_FILE = Path(__file__).parents[1] / "config" / "stacks.json"
+_FILE = Path(__file__).with_name("known.json")
 for _row in json.loads(_FILE.read_text(encoding="utf-8")):
     BY_NAME[_row["name"]] = _stack(_row)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.emulator.definitions import is_tested
 from tests.support.helpers import Output
+from tests.support.matrix import EMULATED
 from tests.support.triton.cases import needs_stub, needs_triton
 from tightrope.backends import cpu
 
@@ -18,11 +19,13 @@ pytestmark = [needs_triton, *needs_stub]
 
 SCRIPT = "tests.support.triton.emulated"
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100")
-LONG = (pytest.mark.slow, pytest.mark.emulated)
 RUNS = [
     ("sm_90:1", "core"),
-    pytest.param("sm_80:1", "more", marks=LONG[:1]),
-    *[pytest.param(f"{name}:{seed}", "tests", marks=LONG) for seed, name in enumerate(TARGETS, 5)],
+    pytest.param("sm_80:1", "more", marks=pytest.mark.slow),
+    *[
+        pytest.param(f"{name}:{seed}", "tests", marks=EMULATED)
+        for seed, name in enumerate(TARGETS, 5)
+    ],
 ]
 
 

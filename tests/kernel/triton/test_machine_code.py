@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.command import python
 from tests.support.helpers import Output, version_of
+from tests.support.matrix import EMULATED
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -24,10 +25,7 @@ OLD = version_of("triton") < (3, 7)
 SPILLS_NORMS = version_of("triton") < (3, 9)
 
 
-LONG = (pytest.mark.slow, pytest.mark.emulated)
-
-
-@pytest.fixture(params=["some", pytest.param("every", marks=LONG)])
+@pytest.fixture(params=["some", pytest.param("every", marks=EMULATED)])
 def compiled(request: pytest.FixtureRequest, output_of: Output) -> dict[str, Any]:
     """Facts about kernels by name and target: some for sm_90 and fewer for gfx942, with `make emulate` all."""
     return output_of("tests.support.triton.compiled", *[request.param] * (request.param == "some"))
