@@ -94,7 +94,7 @@ constexpr int kForAngles = 8;
     static Floats even(Words x) { return (Floats)(x << 16); }                              \
     static Floats odd(Words x) { return (Floats)(x & 0xFFFF0000u); }                       \
     static Words twin(Floats even, Floats odd) { TIGHTROPE_TWIN(i, p, si) }                \
-    /* Whether all bfloat16 of both are from 2^-60 to 2^50: see Factor. */                 \
+    /* Whether the magnitudes of all bfloat16 are from 2^-60 to 2^50: see Factor. */       \
     static bool are_moderate(Words x, Words y) {                                           \
       const i size = p##_set1_epi16(0x7FFF), least = p##_set1_epi16((127 - 60) << 7);      \
       const i above = p##_max_epu16(p##_sub_epi16((i)(x & (Words)size), least),            \
@@ -274,10 +274,10 @@ struct Block<A, F, true, lanes> {
   Floats c0, s0, c1, s1;
 };
 
-// For the rounding "each": the rounded product of a bfloat16 with y, a bfloat16, in two instructions in place of six.
-// The exact product has 16 bits at most. 65537 times it is rounded once, where a bfloat16 ends and to the same of two
-// nearest ones, as 65536 times it is an even multiple of that last bit. All this is exact unless a product is subnormal
-// or, 65537 times, infinite.
+// For the rounding "each": the product of two bfloat16, rounded to bfloat16, in two instructions in place of six.
+// The product p has at most 16 significant bits. A float has 24, so 65537·p = 65536·p + p rounds p at the last bit of a
+// bfloat16. Ties go to even, as 65536·p is an even multiple of that bit. Subtracting 65536·p is exact.
+// Not for a p that is subnormal, nor where 65537·p overflows: are_moderate excludes both.
 template <int lanes>
 struct Factor {
   using Floats = typename Register<lanes>::Floats;

@@ -403,7 +403,7 @@ def check_tensor(
 
 
 def check_place(name: str, x: torch.Tensor, other: str, device: torch.device) -> None:
-    """Refuse a tensor on another device than that of another value, such as "x is"."""
+    """Refuse a tensor that is not on a device; ``other`` names what is there, with a verb, such as "x is"."""
     if x.device != device:
         raise bad_value(f"{name} is on {x.device} but {other} on {device}")
 

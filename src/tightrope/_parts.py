@@ -21,5 +21,5 @@ class Span(NamedTuple):
 
 
 #: Take this process's part of an argument: maps the argument's name (for errors), its tensor, and the axes
-#: of the tensor's last dimensions ("row", "head", "token" or None) to the part; what is no tensor to itself.
+#: of the tensor's last dimensions ("row", "head", "token" or None) to the part. It returns anything but a tensor as it is.
 Take: TypeAlias = Callable[[str, Any, Sequence[str | None]], Any]

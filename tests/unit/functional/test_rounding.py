@@ -100,9 +100,9 @@ def test_bits_depend_on_nothing_else(interleaved: bool, least: int | None, round
 def test_products_of_any_two_bfloat16_are_rounded(
     interleaved: bool, exponent: int, other: int
 ) -> None:
-    """Of all significands, ties between two bfloat16 among them, at the edges of sizes that are taken differently.
+    """All pairs of significands, ties among them, at and beyond the sizes from which the kernel multiplies in another way.
 
-    Among the numbers of another head are zeros, infinities and NaN.
+    Another head has zeros, infinities and NaN among its numbers.
     """
     significands = (1 + torch.arange(128) / 128).repeat(2)
     x = torch.ldexp(significands, torch.tensor(exponent)).expand(1, 2, 128, 256).bfloat16().clone()
