@@ -305,7 +305,7 @@ def _shaped(
     ]
 
 
-_SOME, _TWO = "fp32 bf16 bf16x2", "fp32x2 bf16"
+_SOME, _TWO, _ONCE = "fp32 bf16 bf16x2", "fp32x2 bf16", "fp32 bf16"
 _PREFILL, _CHUNK, _LONGER = (1, 32, 2048, 128), (1, 32, 128, 128), (1, 32, 512, 128)
 _TOKEN, _BATCH = (1, 32, 1, 128), (2, 16, 512, 64)
 _GRID = (
@@ -350,6 +350,23 @@ _GRID = (
     *_shaped("training 2048", (*_PREFILL, 8), _TWO, work="training"),
 )
 _GROUPS = "^(tightrope, (a spec|tables|half tables)|eager|complex eager|compiled .*)$"
+_WIDTHS = (
+    *(
+        case
+        for width in range(8, 257, 8)
+        for case in _shaped(f"head_dim {width}", (1, 16, 512, width), _ONCE)
+    ),
+    *(
+        case
+        for part in range(16, 256, 16)
+        for case in _shaped(f"{part} of 256", (1, 8, 512, 256), _ONCE, rotary_dim=part)
+    ),
+    *(
+        case
+        for heads in range(1, 9)
+        for case in _shaped(f"{heads} heads", (1, heads, 4096, 128), _ONCE)
+    ),
+)
 
 # ---- calls of Python, of other modules and of whole models ----------------------------------------
 
@@ -534,6 +551,7 @@ SUITES = {
         "all calls of docs/benchmarks.md; half an hour per run", _FULL, f"^({_USUAL}|{_OPTIONS})$"
     ),
     "grid": Suite("many shapes, beside torch code that has its tables already", _GRID, _GROUPS),
+    "widths": Suite("every width, every rotary part and few heads, as the grid", _WIDTHS, _GROUPS),
     "small": Suite("host time of one decoded token, and of writing into a cache", _SMALL),
     "sharded": Suite("host time of calls on DTensors, beside local calls", _SHARDED),
     "streams": Suite("stores past the caches, by what reads the results next", _STREAMS),

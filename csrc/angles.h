@@ -348,7 +348,7 @@ inline bool readable(const Problem& p, int64_t n, In* order) {
   if (p.dtype != Dtype::kBFloat16) return p.table_dtype == kValue;
   // Only the registers of half pairs know the other orders, and replace NaNs as copy_entries does.
   const bool twins = p.table_dtype == Dtype::kBFloat16;
-  if (p.interleaved || n % 8 != 0 || !(twins || p.table_dtype == Dtype::kFloat)) return false;
+  if (p.interleaved || n % 4 != 0 || !(twins || p.table_dtype == Dtype::kFloat)) return false;
   for (int32_t i = 0; i < p.operands; ++i)
     if (p.operand[i].in_stride.channel != 1 || p.operand[i].out_stride.channel != 1) return false;
   *order = twins ? In::kTwins : In::kPairs;

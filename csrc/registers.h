@@ -1,7 +1,8 @@
 // The hot loops of AVX2, AVX-512 and NEON: rotate the heads of one token, with the token's angles in registers.
 // Pairs go through registers of 16 (AVX-512), 8 (not NEON) and 4 lanes, the widest first, and each set of registers goes
-// through all heads before the next. The remainder, at most three pairs, goes one pair at a time. (Masked
-// registers could process it too, but the loads of the next head would wait for masked stores.)
+// through all heads before the next. Four pairs of bfloat16 that remain fill half a register. The remainder, at most
+// three pairs, goes one pair at a time. (Masked registers could process it too, but the loads of the next head would
+// wait for masked stores.)
 //
 // For tensors with contiguous channels or tokens. Others use the loops of heads.h, which compute the same bits.
 #pragma once
@@ -173,6 +174,30 @@ TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_TWIN
 #endif
+
+// The lower half of a register; the upper half repeats it.
+template <>
+struct Register<2> : Register<4> {
+  typedef uint64_t Halves __attribute__((vector_size(16)));
+
+  static Halves half(const void* at) {
+    uint64_t two;
+    memcpy(&two, at, sizeof(two));
+    return Halves{two, two};
+  }
+  static Floats read(const float* at) { return (Floats)half(at); }
+  static Words read(const Twin* at) { return (Words)half(at); }
+  template <bool>
+  static void write(Twin* at, Words x) {
+    const uint64_t two = ((Halves)x)[0];
+    memcpy((void*)at, &two, sizeof(two));
+  }
+  static void split(Floats first, Floats second, Floats* even, Floats* odd) {
+    Floats a, b, same;  // (x0, x0, x2, x2) and (x1, x1, x3, x3)
+    Register<4>::split(first, second, &a, &b);
+    Register<4>::split(a, a, even, &same), Register<4>::split(b, b, odd, &same);
+  }
+};
 
 // The widest.
 using Wide = Register<kWidest>;
@@ -455,6 +480,7 @@ TIGHTROPE_INLINE void rotate_token(const Heads<Stored>& heads, int64_t channel, 
   turn(Is<kWidest>(), Is<1>());
   if constexpr (kWidest > 8) turn(Is<8>(), Is<1>());
   turn(Is<4>(), Is<1>());
+  if constexpr (kTwins<typename A::Format> && !interleaved) turn(Is<2>(), Is<1>());
   for (; at < n; ++at) {
     const int64_t k = slot(kTwins<typename A::Format> && !interleaved, at, n);
     const Stored* in = heads.in + channel + at * kPair;

@@ -113,8 +113,9 @@ BY_OFFSET: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("dynamic", [True, None])
-@pytest.mark.parametrize("name", BY_OFFSET)
+@pytest.mark.parametrize(
+    "name, dynamic", [*((name, True) for name in BY_OFFSET), ("in place", None), ("learned", None)]
+)
 def test_one_graph_for_all_offsets_and_lengths(name: str, dynamic: bool | None) -> None:
     """One for x without a gradient, and one with; by default torch makes one more of each for the first length alone."""
     counter, call = CompileCounterWithBackend("aot_eager"), BY_OFFSET[name]

@@ -32,7 +32,7 @@ AXES: dict[str, Any] = {
     ),
     "tables": schema.TABLES,
     "interleaved": (False, True),
-    "place": ((30, 0), (19, 0), (24, 3)),  # pairs and start
+    "place": ((30, 0), (19, 0), (28, 3)),  # pairs and start
     "rounding": ("once", "wide", "each", ("wide", "each"), ("each", "wide")),
     "inverse": (False, True),
     "ids": (None, "shared", "int32", "per row"),

@@ -125,7 +125,7 @@ def test_results_and_gradients_are_those_of_the_definition(
 
 
 @in_place
-@every_case(4, step=3)
+@every_case(6, step=3)
 def test_bits_depend_on_neither_programs_nor_strides_nor_place(case: Mapping[str, Any]) -> None:
     """Heads that rotate whole have no activation and no gate here: then two are loaded together."""
     if case["number"] % len(SHAPES) == 0:
@@ -167,7 +167,7 @@ def test_plain_rotations_have_the_bits_of_the_cpu_kernel(case: Mapping[str, Any]
 
 
 @in_place
-@every_case(3, step=5)
+@every_case(5, step=5)
 def test_keys_and_values_go_to_a_cache(case: Mapping[str, Any]) -> None:
     use_programs(case["programs"])
     with Watcher():
