@@ -179,53 +179,6 @@ def rotary_apply(
     return y.reshape(shape)
 
 
-@public("rotary_embedding")
-def rotary_embedding(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-    *,
-    interleaved: bool = False,
-) -> torch.Tensor:
-    """Rotate by tables, in half pairs by default, with the signature proposed for ``torch.nn.functional``.
-
-    Args:
-        x: floating ``(batch, heads, seq, d)``, d even; without ``position_ids`` with any leading
-            dimensions.
-        cos, sin: floating, one entry for each pair: ``(n, d / 2)`` with ``position_ids``; otherwise
-            of a shape that broadcasts against ``(…, seq, d / 2)``.
-        position_ids: the table row of each token, int32 or int64 ``(batch, seq)``.
-        interleaved: see :func:`rotary_apply`.
-
-    Returns:
-        A new tensor of the dtype of x. Differentiable with respect to x, cos and sin.
-
-    Raises:
-        IndexError: ids outside the tables, on the CPU; see :func:`apply_rotary_pos_emb`.
-        TypeError, ValueError: invalid tensors; the message names them.
-
-    Source: PyTorch pull request 187286, not merged as of November 2026.
-
-    >>> from tightrope.functional import build_freqs_cis
-    >>> x, (cos, sin) = torch.randn(2, 8, 16, 64), build_freqs_cis(100, 64)
-    >>> rotary_embedding(x, cos, sin, torch.arange(16).expand(2, -1) + 50).shape
-    torch.Size([2, 8, 16, 64])
-    """
-    if position_ids is None:
-        return rotary_apply(x, cos, sin, interleaved=interleaved)
-    check_floating("x", x, sharded=True)
-    if x.dim() != 4 or x.shape[3] % 2:
-        raise bad_value("x must have shape (batch, heads, seq, d) with an even d", x=x)
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_floating(name, table, sharded=is_dtensor(x))
-        if table.dim() != 2 or table.shape[1] != x.shape[3] // 2:
-            rule = f"{name} must have shape (n, {x.shape[3] // 2}) with position_ids"
-            raise bad_value(rule, x=x, **{name: table})
-    given = Tables(cos, sin, 1, interleaved, "half", position_ids=position_ids)
-    return rotate_by(x, None, given)[0]
-
-
 def _broadcast(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
@@ -306,7 +259,7 @@ def rotate_by(
     verb: str = "new",
 ) -> Sequence[torch.Tensor]:
     """Rotate q and k by tables; all public functions of this module that rotate call this one."""
-    packed = None if verb == "out" else _packed(q, k, given, verb)
+    packed = _packed(q, k, given, verb)
     if packed is not None:
         names, build = ("q", "k"), partial(_build, q, k, given, verb)
         return launch_quick(names, verb, q, k, packed, build)

@@ -318,13 +318,11 @@ def check_outs(
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
-    sharded: bool = False,
     cache: bool = False,
 ) -> None:
     """Refuse ``out`` tensors that do not match the tensors to rotate.
 
     Args:
-        sharded: whether all of them are DTensors.
         cache: whether the last one is a cache, whose shape :mod:`.slots` checks.
     """
     if len(outs) != len(xs):
@@ -337,8 +335,7 @@ def check_outs(
             raise bad_type(f"{what} must be a tensor for {name} but got {describe(out)}")
         check_dense(what, out)
         check_not_negated(what, out)
-        if not sharded:
-            check_local(what, out)
+        check_local(what, out)
         if what == KEYS:
             continue
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
