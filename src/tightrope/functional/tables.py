@@ -23,13 +23,14 @@ from .._errors import (
 )
 from .._memo import TensorMemo
 from .._rounding import ROUNDINGS, RoundingLike, codes_of, rounding_pair
-from .._tracing import broadcasts, is_readable
+from .._tracing import broadcasts, is_readable, outside_modes
 from ..channels import split_pairs
 from ..ops import registry, schema, sharded
 from ..ops.build import forced_for
 from ..ops.call import Call, Extras
 from ..ops.checks import (
     check_floating,
+    check_heads,
     check_partner,
     shape_of,
 )
@@ -387,7 +388,13 @@ def _build(
     _check_tables(q, cos, sin, tables, start)
     c = _canonical(cos, q, unsqueeze_dim, layout)
     s = _canonical(sin, q, unsqueeze_dim, layout)
-    _check_fit(c, q, k, cos, layout)
+    xs, names = schema.present(q, k), ("q",) if k is None else ("q", "k")
+    rows = 1 if layout.row is None else shape[layout.row]
+    if not broadcasts(c.shape[0], rows):
+        raise bad_value(
+            f"cos and sin must have {one_or(rows, 'row')} but got {c.shape[0]}", q=q, cos=cos
+        )
+    check_heads("cos and sin", c.shape[1], names, xs, layout)
     length, tokens = c.shape[2], shape[layout.token]
     ids = None
     if position_ids is not None:
@@ -403,11 +410,12 @@ def _build(
     if tables in ("cat", "repeat") and not learned and is_readable(cos):
         for name, table, view in (("cos", cos, c), ("sin", sin, s)):
             if not _checked.knows(table, tables):
-                _checked.find(table, tables, _check_duplicates, name, view, tables)
+                with outside_modes():
+                    _check_duplicates(name, view, tables)
+                _checked.learn(table, tables)
     options = _options(
         layout, start, interleaved, inverse, ids is None, tables, rounding, given.dense
     )
-    names = ("q",) if k is None else ("q", "k")
     return [Call(q, k, c, s, ids, 0, options, 1.0, Extras(), 0.0, names, verb, (), forced_for(q))]
 
 
@@ -473,30 +481,6 @@ def _canonical(
             cos=table,
         )
     return layout.to_bhsd(view)
-
-
-def _check_fit(
-    c: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    layout: Layout,
-) -> None:
-    own_rows, own_heads = c.shape[0], c.shape[1]
-    rows = 1 if layout.row is None else q.shape[layout.row]
-    if not broadcasts(own_rows, rows):
-        raise bad_value(
-            f"cos and sin must have {one_or(rows, 'row')} but got {own_rows}", q=q, cos=cos
-        )
-    if own_heads == 1:
-        return
-    for name, x in (("q", q), ("k", k)):
-        heads = 1 if x is None or layout.head is None else x.shape[layout.head]
-        if x is not None and not broadcasts(own_heads, heads):
-            raise bad_value(
-                f"cos and sin must have {one_or(heads, 'head')} for {name} but got {own_heads}",
-                **{name: x, "cos": cos},
-            )
 
 
 # The layers of a model share their tables, so each table is checked only once.

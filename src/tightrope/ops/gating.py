@@ -95,7 +95,7 @@ def lower(
             if not quick:
                 gates_.check_own(name, x, gate)
             if len(own) == 1 and type(gate) is Slope and not _needs_log(rotation):
-                code, one = SLOPE, gate.rates(rotation.channels, x.dtype).to(x.device)
+                code, one = SLOPE, gates_.onto(gate.rates(rotation.channels, x.dtype), x.device)
             elif quick and type(gate) is XPos and not _needs_log(rotation):
                 # Unless ids are on a device, all layers share the logarithm.
                 key, make = (gate, x.dtype, tokens), partial(_of_tokens, gate, x, tokens, rotation)

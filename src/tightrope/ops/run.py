@@ -41,7 +41,6 @@ from .schema import (
     IN_PLACE,
     NEW,
     OUT,
-    PHASES,
     SLOTS,
     Packed,
     pair,
@@ -252,7 +251,7 @@ def _run(call: Call, way: Way) -> Results:
     if call.slots is not None:
         _check_mode(call, way)
     if call.verb == "out":
-        _check_out_grad(call, way)
+        _check_out_grad(call)
     written = call.outs or call.xs()
     # Selective checkpointing may skip an operator in the repeated pass, and what it wrote in the first
     # would be missing. A copy is always repeated.
@@ -370,8 +369,8 @@ def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
     if calls[0].verb == "new":
         return calls
     if calls[0].verb == "out":
-        for call, way in zip(calls, ways):
-            _check_out_grad(call, way)
+        for call in calls:
+            _check_out_grad(call)
     written = [x for call in calls for x in (call.outs or call.xs())]
     sees = ways[0].sees_memory
     if sees:
@@ -419,26 +418,24 @@ def _check_mode(call: Call, way: Way) -> None:
         raise unsupported("what is written to a cache has no forward-mode derivative; call rotate")
 
 
-def _check_out_grad(call: Call, way: Way) -> None:
-    if call.slots is not None and torch.is_grad_enabled() and any_requires_grad(call.slots[:3]):
-        raise bad_value(
-            "v and its cache must not require grad: what is written to a cache has no gradient; use "
-            "torch.no_grad()"
-        )
-    if not way.needs_grad:
+def _check_out_grad(call: Call) -> None:
+    """Refuse a gradient through what is written to ``out`` or to a cache."""
+    if not torch.is_grad_enabled():
         return
-    lost, without = "a result written to out has no gradient", "use torch.no_grad(), or omit out"
-    if call.slots is not None:
-        lost, without = "what is written to a cache has no gradient", "use torch.no_grad()"
-    extras, found = call.extras, None
-    if any_requires_grad((call.primary, call.secondary, call.positions, *extras.frequencies)):
-        phased = call.options.source == PHASES
-        found = "positions, inv_freq or phases" if phased else "positions or inv_freq"
-    elif any_requires_grad((*extras.weights, *extras.gates)):
-        found = "act or gate"
-    if found:
-        raise bad_value(f"{lost}, but {found} require one; {without}")
-    for name, x, out in zip(call.names, call.xs(), call.outs):
-        if x.requires_grad or out.requires_grad:
-            rule = f"{lost}, but {name} or its destination requires one; {without}"
-            raise bad_value(rule, **{name: x, "out": out})
+    what, without = "a result written to out", "use torch.no_grad(), or omit out"
+    extras, slots = call.extras, call.slots
+    learned = (call.primary, call.secondary, call.positions, *extras.frequencies)
+    named: list[tuple[str, Sequence[torch.Tensor | None]]] = [
+        ("positions, inv_freq or phases require", learned),
+        ("act or gate require", (*extras.weights, *extras.gates)),
+        *(
+            (f"{x} or its destination requires", both)
+            for x, *both in zip(call.names, call.xs(), call.outs)
+        ),
+    ]
+    if slots is not None:
+        what, without = "what is written to a cache", "use torch.no_grad()"
+        named.append(("v or its cache requires", slots[:3]))
+    for who, tensors in named:
+        if any_requires_grad(tensors):
+            raise bad_value(f"{what} has no gradient, but {who} one; {without}")
