@@ -72,7 +72,7 @@ def rerotate(
     """
     move, inverse = _move(k, layout, old, new, positions, new_positions)
     verb, outs = ("new", ()) if out is None else ("out", (out,))
-    request = Request(("k",), k, None, move, None, layout, inverse, verb=verb, outs=outs)
+    request = Request(("k",), verb, k, None, move, None, layout, inverse, outs=outs)
     return perform(request)[0]
 
 
@@ -107,7 +107,7 @@ def rerotate_(
         check_entries(slots, "k", k, order)
         shaped = stand_in(k, slots, order)
     move, inverse = _move(shaped, layout, old, new, positions, new_positions)
-    request = Request(("k",), k, None, move, None, layout, inverse, verb="in place")
+    request = Request(("k",), "in place", k, None, move, None, layout, inverse)
     if slots is None:
         perform(request)
     else:

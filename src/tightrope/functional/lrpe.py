@@ -95,9 +95,9 @@ def lrpe_rotate_1d(
         act, x = None, torch.softmax(x.to(value_dtype(x)), 1)
     rope = prepared(spec, as_positions(where, sharded=True), x.device, inv_freq=angles)
     stages = stages_of(act, None, 1)
-    return perform(Request(("x",), x, None, rope, None, _LAYOUTS[x.dim()], stages=stages))[0].to(
-        dtype
-    )
+    return perform(Request(("x",), "new", x, None, rope, None, _LAYOUTS[x.dim()], stages=stages))[
+        0
+    ].to(dtype)
 
 
 def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:

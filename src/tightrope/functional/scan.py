@@ -158,7 +158,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
             "positions must be of one sequence in each row, as its memory goes on from token to token, but are of several; "
             "scan the sequences one by one"
         )
-    request = Request(_QK, q, k, rope, positions, layout, stages=stages_of(None, gate))
+    request = Request(_QK, "new", q, k, rope, positions, layout, stages=stages_of(None, gate))
     if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
         # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
         exact = prepare(Operands(_QK, (q, k), order), rope, positions)

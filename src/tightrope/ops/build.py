@@ -47,14 +47,15 @@ class Request(NamedTuple):
 
     Attributes:
         names: names of q and k in error messages.
-        stages: f and P; None if both are the identity.
         verb: one of :data:`tightrope.ops.call.VERBS`.
+        stages: f and P; None if both are the identity.
         outs: the result tensors, for the verb "out".
         slots: where the last result goes, if its ``out`` is a cache.
         wider: whether the tensors may have more channels than the spec; the extra ones are copied.
     """
 
     names: Sequence[str]
+    verb: str
     q: torch.Tensor
     k: torch.Tensor | None
     rope: Rope
@@ -62,7 +63,6 @@ class Request(NamedTuple):
     layout: str = "bhsd"
     inverse: bool = False
     stages: Stages | None = None
-    verb: str = "new"
     outs: Sequence[torch.Tensor] = ()
     slots: Slots | None = None
     wider: bool = False

@@ -99,15 +99,7 @@ def route(call: Call) -> Way:
     return Way(found, transformed, needs_grad, not (compiling or transformed))
 
 
-def route_quick(
-    rope: Any,
-    positions: Any,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    layout: str,
-    inverse: bool,
-    stages: Stages | None,
-) -> Packed | None:
+def route_quick(request: tuple[Any, ...]) -> Packed | None:
     """Return the arguments of the operator if the kernel may be called directly.
 
     Rotating one decoded token takes a few microseconds, and full checks in Python would take most of
@@ -115,7 +107,7 @@ def route_quick(
     only what the kernel cannot check; it refuses every other invalid input before it writes.
 
     Args:
-        rope: a spec, or a prepared rotation.
+        request: the fields of a :class:`tightrope.ops.build.Request`.
 
     Returns:
         The arguments, whether or not q and k require grad. None if the call must be built: because it needs
@@ -123,6 +115,7 @@ def route_quick(
     """
     if not is_plain_eager() or registry.forced is not None:
         return None  # modes that watch see the operators of the full path in every call
+    _, _, q, k, rope, positions, layout, inverse, stages, _, _, _ = request
     if type(layout) is not str or type(inverse) is not bool:
         return None
     if type(q) is not torch.Tensor or q.layout is not _STRIDED:

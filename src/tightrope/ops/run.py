@@ -9,17 +9,17 @@ two calls, one for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .._errors import Refusal, bad_value, unsupported
 from .._tracing import have_tangents, is_repeated, needs_plain
 from ..activations import NONE
-from ..positions import PositionsLike
-from ..spec import PreparedRotation, Rope
+from ..spec import PreparedRotation
 from . import memory, scaled
 from .autograd import InPlace, OutOfPlace, Rotation, template_of
-from .build import Request, Stages, build
+from .build import Request, build
 from .call import Call, Slots, pack, tensors_of
 from .checks import layout_named
 from .definition import define
@@ -123,27 +123,19 @@ def run_entries(request: Request, slot: torch.Tensor) -> torch.Tensor:
     return cache
 
 
-def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
-    names: Sequence[str],
-    verb: str,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    rope: Rope,
-    positions: PositionsLike,
-    layout: str,
-    inverse: bool,
-    stages: Stages | None,
-    outs: Sequence[torch.Tensor] = (),
-    slots: Slots | None = None,
-) -> Results | None:
-    """Call the kernel directly, if :func:`tightrope.ops.route.route_quick` allows it; see :class:`Request`.
+def run_quick(request: tuple[Any, ...]) -> Results | None:
+    """Call the kernel directly, if :func:`tightrope.ops.route.route_quick` allows it.
+
+    Args:
+        request: the fields of a :class:`Request`, as any tuple.
 
     Returns:
         The rotated tensors; None if the call must be built in full and go through :func:`run`.
     """
-    packed = route_quick(rope, positions, q, k, layout, inverse, stages)
+    packed = route_quick(request)
     if packed is None:
         return None
+    names, verb, q, k, rope, _, _, _, stages, outs, slots, _ = request
     if torch.is_grad_enabled() and either_learns(q, k):
         if verb != "new" or stages is not None or has_phases(rope):
             return None
@@ -154,13 +146,7 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
             return None
     if slots is not None and not _are_plain(q, k, outs, slots):
         return None
-
-    def rebuild() -> list[Call]:
-        return build(
-            Request(names, q, k, rope, positions, layout, inverse, stages, verb, outs, slots)
-        )
-
-    return launch_quick(names, verb, q, k, packed, rebuild, outs, slots)
+    return launch_quick(names, verb, q, k, packed, lambda: build(Request(*request)), outs, slots)
 
 
 def has_phases(rope: object) -> bool:

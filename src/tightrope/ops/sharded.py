@@ -165,8 +165,7 @@ def perform(request: Request) -> Results:
     found: Results | None = None
     if request.verb == "new" or not (torch.is_grad_enabled() and any_requires_grad(xs)):
         q, k = pair(to_local(*xs))
-        how = request.rope, None, layout.name, request.inverse, request.stages
-        found = run_quick(names, request.verb, q, k, *how)
+        found = run_quick(request._replace(q=q, k=k))
     if found is None:
         return run_local(build(request), xs, watched)
     return to_dtensors(found, xs, watched) if request.verb == "new" else _written(xs)
