@@ -16,7 +16,6 @@ import torch
 from .._errors import Refusal, bad_value, unsupported
 from .._tracing import have_tangents, is_repeated, needs_plain
 from ..activations import NONE
-from ..spec import PreparedRotation
 from . import memory, scaled
 from .autograd import InPlace, OutOfPlace, Rotation, template_of
 from .build import Request, build
@@ -137,7 +136,8 @@ def run_quick(request: tuple[Any, ...]) -> Results | None:
         return None
     names, verb, q, k, rope, _, _, _, stages, outs, slots, _ = request
     if torch.is_grad_enabled() and either_learns(q, k):
-        if verb != "new" or stages is not None or has_phases(rope):
+        # Phases may require grad.
+        if verb != "new" or stages is not None or getattr(rope, "phases", None) is not None:
             return None
     if outs and len(outs) != (1 if k is None else 2):
         return None
@@ -147,11 +147,6 @@ def run_quick(request: tuple[Any, ...]) -> Results | None:
     if slots is not None and not _are_plain(q, k, outs, slots):
         return None
     return launch_quick(names, verb, q, k, packed, lambda: build(Request(*request)), outs, slots)
-
-
-def has_phases(rope: object) -> bool:
-    """Return whether the angles of a rotation depend on phases, which may require grad."""
-    return type(rope) is PreparedRotation and rope.phases is not None
 
 
 def _are_plain(
