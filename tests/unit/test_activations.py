@@ -359,6 +359,23 @@ def test_a_factor_has_no_logarithm_but_products() -> None:
     assert_near(rotate(y, RopeSpec(8), 3, gate=both[0], inverse=True), x, "float64 ways")
 
 
+def test_q_and_k_have_tensors_of_their_own_in_one_launch() -> None:
+    """Without gradients too, where less is checked; what calls of one rotation share is of their tokens."""
+    x, spec = noise(2, 3, 5, 8, dtype=torch.float32), RopeSpec(8)
+    first, second = (noise(8, seed=n, dtype=torch.float32) for n in (1, 2))
+    for option, kind in (
+        *(("gate", kind) for kind in (Exp, Factor, gates.Slope)),
+        ("act", RMSNorm),
+    ):
+        q, k = rotate_qk(x, x, spec, 3, **{option: (kind(first), kind(second))})
+        for y, own in ((q, first), (k, second)):
+            assert_same_bits(y, rotate(x, spec, 3, **{option: kind(own)}))
+    gate, rope = XPos(7.0), spec.at(3)
+    for tokens in (2, 5):
+        some = x[:, :, :tokens]
+        assert_same_bits(rotate(some, rope, gate=gate), rotate(some, spec, 3, gate=gate))
+
+
 # --- factors of gates -----------------------------------------------------------------------------
 
 CHANNELS, HALF, F64 = Channels(8, 0, 8, True), Channels(8, 2, 4, False), torch.float64
