@@ -237,7 +237,7 @@ def test_a_row_or_a_head_is_rotated_as_if_alone(axis: str, case: Mapping[str, An
 
 
 # Calls of other functions, out of place, by tables, and by rows whose frequencies depend on their length.
-OTHERS = "rotary_apply", "rotary_embedding", "dynamic, by ids", "longrope, by ids"
+OTHERS = "rotary_apply", "dynamic, by ids", "longrope, by ids"
 CHECKPOINTED = [*CASES[::5], *(FUNCTIONS[name] for name in OTHERS)]
 
 

@@ -22,12 +22,10 @@ from tightrope.functional import (
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_,
     lrpe_rotate_1d,
-    lrpe_rotate_1d_,
     polar_scan,
     rerotate,
     rerotate_,
     rotary_apply,
-    rotary_embedding,
     rotary_pos_embedding,
     rotate,
 )
@@ -112,13 +110,10 @@ def lrpe(case: Mapping[str, Any]) -> Function:
     over_tokens = act == "softmax over tokens"
 
     def call(x: Any, theta: Any, weight: Any = None, at: Any = 3) -> torch.Tensor:
-        verb = lrpe_rotate_1d
-        if case["in_place"] and not over_tokens:
-            x, verb = x.clone(), lrpe_rotate_1d_
         if act.startswith("softmax"):
             dim = 1 if over_tokens else -1
-            return verb(x, theta, 0 if over_tokens else at, "softmax", dim)
-        return verb(x, theta, at, act if weight is None else RMSNorm(weight, 1e-3))
+            return lrpe_rotate_1d(x, theta, 0 if over_tokens else at, "softmax", dim)
+        return lrpe_rotate_1d(x, theta, at, act if weight is None else RMSNorm(weight, 1e-3))
 
     return Function(call, leaves)
 
@@ -180,7 +175,6 @@ def at_positions(make: Callable[[torch.Tensor], positions.Positions], p: torch.T
 
 X, AT = noise(ROWS, HEADS, TOKENS, WIDTH), 5 * noise(TOKENS, seed=1)
 TABLES = {"cos": noise(TOKENS, WIDTH // 2), "sin": noise(TOKENS, WIDTH // 2, seed=1)}
-FEW = {"cos": noise(2, 4), "sin": noise(2, 4, seed=1)}
 # Fractional positions of eight tokens, beside those of calls.py.
 FRACTIONS: dict[str, Callable[[torch.Tensor], positions.Positions]] = {
     "packed": lambda p: positions.packed(
@@ -206,7 +200,6 @@ MOVES["scaling"] = (None, YaRN(4.0, 64, attention_factor=1.3))
 SHAPES = {
     "shape": ((HEADS, WIDTH // 2), (HEADS, 2), (1, 2), (3,), (HEADS, 1)),
     "act": ("none", "silu", "softmax", "softmax over tokens", "rms_norm"),
-    "in_place": (False, True),
     "offset": ("one", "fractions"),
 }
 OF_TABLES = {
@@ -239,12 +232,6 @@ FUNCTIONS: dict[str, Function] = {
     **{f"phases of {rows} rows": sines(rows, *learns) for rows, learns in LEARNS.items()},
     "rotary_pos_embedding": Function(lambda x, at: rotary_pos_embedding(x, at), {"x": X, "at": AT}),
     "rotary_apply": Function(rotary_apply, {"x": X, **TABLES}),
-    "rotary_embedding": Function(
-        lambda x, cos, sin: rotary_embedding(
-            x, cos, sin, torch.tensor([IDS], device=x.device).expand(ROWS, -1) // 4
-        ),
-        {"x": X, **FEW},
-    ),
     "cos_sin": Function(
         lambda at: RopeSpec(WIDTH).cos_sin(at, dtype=torch.float64), {"at": noise(2, 3)}
     ),

@@ -37,9 +37,8 @@ from tests.support.helpers import noise
 from tests.support.refused_calls import NAMES
 from tests.support.rows import read_rows
 from tests.support.tolerances import assert_near
-from tightrope import RopeSpec, gates, positions
+from tightrope import RopeSpec, positions
 from tightrope.frequencies import DynamicNTK, Given
-from tightrope.functional import PolarState, polar_scan
 
 Placed = Mapping[str, tuple[torch.Tensor, Dims]]
 AXES = ("row", "head", "token")
@@ -85,12 +84,6 @@ OF_HEADS, OF_TOKENS, OF_BOTH = {"head": 0}, {"token": 0}, {"row": 0, "token": 1}
 X: Placed = {"x": (Q, BHSD)}
 QK: Placed = {"q": (Q, BHSD), "k": (K, BHSD)}
 HEADS_LAST: Placed = {"x": (Q.transpose(1, 2), BSHD)}
-
-
-def scan(q: Any, k: Any, v: Any, decay: Any, memory: Any) -> Any:
-    state, gate = PolarState(memory, 0), gates.Exp(noise(16, seed=8))
-    out, new = polar_scan(q, k, v, SPEC, decay, 4, gate=gate, state=state)
-    return out, new.memory
 
 
 def tables(dims: Dims, *shape: int) -> dict[str, tuple[torch.Tensor, Dims]]:

@@ -34,7 +34,6 @@ from tightrope.activations import RMSNorm
 from tightrope.frequencies import Given
 from tightrope.functional import (
     apply_rotary_pos_emb,
-    polar_scan,
     rerotate,
     rotate,
     rotate_,
@@ -51,16 +50,12 @@ HEADS, TOKENS, EVERYWHERE = Shard(1), Shard(2), Replicate()
 
 def test_what_is_written_is_returned_and_counts_as_a_change() -> None:
     with rank(1) as mesh:
-        q, k, *outs = (place(x, mesh, HEADS) for x in (Q, K, Q * 0, K * 0))
-        for call, written in (
-            (lambda: rotate_qk(q, k, SPEC, IDS, out=(outs[0], outs[1])), outs),
-            (lambda: rotate_qk_(q, k, SPEC.at(IDS)), (q, k)),
-        ):
-            versions = [x._version for x in written]
-            found = call()
-            assert all(one is x for one, x in zip(found, written))
-            assert all(x._version > version for x, version in zip(written, versions))
-            assert_parts(found, rotate_qk(Q, K, SPEC, IDS), mesh, HEADS)
+        q, k = written = [place(x, mesh, HEADS) for x in (Q, K)]
+        versions = [x._version for x in written]
+        found = rotate_qk_(q, k, SPEC.at(IDS))
+        assert all(one is x for one, x in zip(found, written))
+        assert all(x._version > version for x, version in zip(written, versions))
+        assert_parts(found, rotate_qk(Q, K, SPEC, IDS), mesh, HEADS)
         for x, text in (
             (place(Q, mesh, HEADS).requires_grad_(), "x is a leaf that requires grad, or a view"),
             (q.requires_grad_() * 1, "q and k must not share memory"),
@@ -109,10 +104,6 @@ def test_k_on_all_processes() -> None:
 # --- autograd -------------------------------------------------------------------------------------
 
 
-def scanned(t: Tensors) -> Any:
-    return polar_scan(t["x"], t["x"], t["x"], SPEC, t["decay"], form="step")[1].memory
-
-
 # The tensor that is changed after a call, and the call.
 KEPT: list[tuple[str, Callable[[Tensors], Any]]] = [
     ("x", lambda t: rotate(t["x"], SPEC, act="silu")),
@@ -122,7 +113,6 @@ KEPT: list[tuple[str, Callable[[Tensors], Any]]] = [
     ("log", lambda t: rotate(t["x"], SPEC, gate=gates.Given(t["log"]))),
     ("cos", lambda t: apply_rotary_pos_emb(t["x"], None, t["cos"], t["sin"], tables="half")[0]),
     ("y", lambda t: rotate(t["x"], SPEC, gate=gates.Exp(t["w"].requires_grad_()))),
-    *((name, scanned) for name in ("x", "decay", "y")),
 ]
 
 
@@ -133,7 +123,6 @@ def test_what_is_kept_for_the_backward_pass_must_not_change() -> None:
         "ids": (IDS, EVERYWHERE),
         "w": (noise(16), EVERYWHERE),
         "log": (noise(13, 6, 16), HEADS),
-        "decay": (-noise(6, 1).abs(), Shard(0)),
         **{key: (x, EVERYWHERE) for key, x in cos_sin(13, 8).items()},
     }
     with rank(1) as mesh:
@@ -162,9 +151,7 @@ def test_results_are_on_the_callers_mesh() -> None:
         with group(1):
             mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("again",))
             x = place(noise(2, 4, 5, 16), mesh, HEADS)
-            out, state = polar_scan(x, x, x, SPEC)
-            for y in (out, state.memory, rotate(x, SPEC)):
-                assert y.device_mesh is mesh
+            assert rotate(x, SPEC).device_mesh is mesh
 
 
 @pytest.mark.skipif(

@@ -15,9 +15,10 @@ from tightrope import RopeSpec, gates
 from tightrope.activations import ACTS, RMSNorm
 from tightrope.backends import cpu
 from tightrope.functional import rotate, rotate_qk, rotate_qk_
-from tightrope.gates import Channels, Exp, Factor, Scalar, XPos
+from tightrope.gates import Channels, Exp, Factor, Gate, Scalar, XPos
 from tightrope.ops import gradients, schema
-from tightrope.ops.gating import lower
+from tightrope.ops.gating import Stages, lower
+from tightrope.ops.layouts import BY_NAME
 
 NAMES = ACTS[1:-1]
 # Position 0 does not rotate, so that the result for a single token is f(x).
@@ -338,17 +339,41 @@ def test_a_norm_after_the_rotation(
         assert bool(((got.double() - want).abs() <= limit).all())
 
 
+def lowered(x: torch.Tensor, *gates: list[Gate]) -> list[Any]:
+    """Return what the operator takes for the gates of two tensors like x."""
+    stages = Stages((None, None), gates)
+    return lower(stages, "qk", [x, x], BY_NAME["bhsd"], RopeSpec(8).at(), False)
+
+
 def test_a_factor_has_no_logarithm_but_products() -> None:
     """A product with gates that have one is of factors; an inverse rotation divides by it."""
     x, own, gamma = noise(2, 3, 5, 8), noise(3, 8, seed=1), noise(8, seed=2)
     both = [Factor(own), Exp(gamma), Scalar(2.0)]
-    ((code, product),) = lower(("x",), [x], [both], RopeSpec(8).at())
+    found, _ = lowered(x, both, [])
+    code, product = found.kind[1], found.gate
     assert code == schema.FACTOR
     assert_near(product, 2 * own[None, :, None] * gamma.exp(), "float64 ways")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\[Factor\] the gate must be read by factor\(\)"):
         both[0].log_factor(CHANNELS)
     y = rotate(x, RopeSpec(8), 3, gate=both[0])
     assert_near(rotate(y, RopeSpec(8), 3, gate=both[0], inverse=True), x, "float64 ways")
+
+
+def test_q_and_k_have_tensors_of_their_own_in_one_launch() -> None:
+    """Without gradients too, where less is checked; what calls of one rotation share is of their tokens."""
+    x, spec = noise(2, 3, 5, 8, dtype=torch.float32), RopeSpec(8)
+    first, second = (noise(8, seed=n, dtype=torch.float32) for n in (1, 2))
+    for option, kind in (
+        *(("gate", kind) for kind in (Exp, Factor, gates.Slope)),
+        ("act", RMSNorm),
+    ):
+        q, k = rotate_qk(x, x, spec, 3, **{option: (kind(first), kind(second))})
+        for y, own in ((q, first), (k, second)):
+            assert_same_bits(y, rotate(x, spec, 3, **{option: kind(own)}))
+    gate, rope = XPos(7.0), spec.at(3)
+    for tokens in (2, 5):
+        some = x[:, :, :tokens]
+        assert_same_bits(rotate(some, rope, gate=gate), rotate(some, spec, 3, gate=gate))
 
 
 # --- factors of gates -----------------------------------------------------------------------------
@@ -363,9 +388,9 @@ def test_scalar_and_products() -> None:
     (grad,) = torch.autograd.grad(Scalar(value).factor(CHANNELS).sum(), value)
     assert_near(grad, torch.tensor(1.0), "float32 ways")
     x, gamma = noise(2, 3, 5, 8), noise(3, 8)
-    (_, log), of_none = lower("xy", [x, x], [[Exp(gamma), Scalar(2.0)], []], RopeSpec(8).at())
-    assert_near(log.exp(), gamma.exp()[None, :, None] * 2, "float64 ways")  # type: ignore[union-attr]
-    assert of_none == (schema.NO_GATE, None)
+    found, of_none = lowered(x, [Exp(gamma), Scalar(2.0)], [])
+    assert_near(found.gate.exp(), gamma.exp()[None, :, None] * 2, "float64 ways")  # type: ignore[union-attr]
+    assert of_none == ((0, schema.NO_GATE, 0.0), None, None)
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.float64])

@@ -14,7 +14,8 @@ from tightrope.axes import Axes
 from tightrope.frequencies import Given, Rule
 from tightrope.functional import build_freqs_cis, rotate
 from tightrope.gates import Channels, Scalar, XPos, pair
-from tightrope.ops.gating import lower
+from tightrope.ops.gating import Stages, lower
+from tightrope.ops.layouts import BY_NAME
 
 CALLS: dict[str, Callable[..., object]] = {
     **{kind.__name__: kind for kind in frequencies.RULES.values()},
@@ -38,7 +39,9 @@ def turn(**options: Any) -> Callable[[], object]:
 
 
 def fit(name: str, gate: Any) -> Callable[[], object]:
-    return lambda: public("rotate")(lower)((name,), [HEADS], [[gate]], RopeSpec(8).at())
+    stages = Stages((None, None), ([gate], []))
+    given = stages, (name,), [HEADS], BY_NAME["bhsd"], RopeSpec(8).at(), False
+    return lambda: public("rotate")(lower)(*given)
 
 
 paired = public("rotate")(pair)

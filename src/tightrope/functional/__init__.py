@@ -15,13 +15,12 @@ from ._rotate import (
     with_rounding as with_rounding,
 )
 from ._write import write_kv as write_kv
-from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d, lrpe_rotate_1d_ as lrpe_rotate_1d_
+from .lrpe import lrpe_rotate_1d as lrpe_rotate_1d
 from .scan import PolarState as PolarState, polar_scan as polar_scan
 from .tables import (
     apply_rotary_pos_emb as apply_rotary_pos_emb,
     apply_rotary_pos_emb_ as apply_rotary_pos_emb_,
     rotary_apply as rotary_apply,
-    rotary_embedding as rotary_embedding,
 )
 
 __all__ = [
@@ -31,12 +30,10 @@ __all__ = [
     "apply_rotary_pos_emb_",
     "build_freqs_cis",
     "lrpe_rotate_1d",
-    "lrpe_rotate_1d_",
     "polar_scan",
     "rerotate",
     "rerotate_",
     "rotary_apply",
-    "rotary_embedding",
     "rotary_pos_embedding",
     "rotate",
     "rotate_",

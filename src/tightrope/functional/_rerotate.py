@@ -10,20 +10,22 @@ a rotation by the difference of the positions, or by an offset if that differenc
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from .. import positions as positions_
-from .._errors import bad_type, bad_value, describe, is_dtensor, public
+from .._errors import bad_type, bad_value, is_dtensor, public
 from .._rounding import ONCE
 from ..ops.build import Request
-from ..ops.checks import Operands, check_rotation, layout_named, shape_of
+from ..ops.checks import Operands, check_rotation, layout_named, rotation_at, shape_of
 from ..ops.layouts import WITH_ROWS
 from ..ops.memory import share_storage
 from ..ops.run import run_entries
 from ..ops.sharded import perform
 from ..ops.slots import check_entries, stand_in
 from ..positions import Positions, PositionsLike
-from ..spec import Angles, PreparedRotation, Rope, RopeSpec, prepared
+from ..spec import Angles, PreparedRotation, Rope, RopeSpec
 
 
 @public("rerotate")
@@ -70,7 +72,7 @@ def rerotate(
     """
     move, inverse = _move(k, layout, old, new, positions, new_positions)
     verb, outs = ("new", ()) if out is None else ("out", (out,))
-    request = Request(("k",), k, None, move, None, layout, inverse, verb=verb, outs=outs)
+    request = Request(("k",), verb, k, None, move, None, layout, inverse, outs=outs)
     return perform(request)[0]
 
 
@@ -105,7 +107,7 @@ def rerotate_(
         check_entries(slots, "k", k, order)
         shaped = stand_in(k, slots, order)
     move, inverse = _move(shaped, layout, old, new, positions, new_positions)
-    request = Request(("k",), k, None, move, None, layout, inverse, verb="in place")
+    request = Request(("k",), "in place", k, None, move, None, layout, inverse)
     if slots is None:
         perform(request)
     else:
@@ -162,30 +164,17 @@ def _at(
         if positions is not None:
             raise bad_value(f"{where} must be None if {name} is")
         return None
-    if isinstance(rope, RopeSpec):
-        if rope.by_length:
-            raise bad_value(
-                f"{name} must be given as spec.at(positions, seq_len=…), as the frequencies of "
-                f"{type(rope.scaling).__name__} depend on the length of the whole sequence, of which these keys may be a "
-                "part; state the lengths before and after the move, and move all keys of the cache if its frequencies "
-                "change"
-            )
-        given = positions_.as_positions(positions, sharded=True)
-        positions_.check_axes(given, rope.axis_count, where)
-        return prepared(rope, given, k.device)
-    if not isinstance(rope, PreparedRotation):
-        raise bad_type(
-            f"{name} must be a RopeSpec, a prepared rotation (RopeSpec.at) or None but got {describe(rope)}"
-        )
-    if positions is not None:
-        raise bad_value(f"{where} must be None with a prepared rotation, which has its own")
-    if rope.device != k.device:
+    if isinstance(rope, RopeSpec) and rope.by_length:
         raise bad_value(
-            f"{name} is on {rope.device} but k is on {k.device}; call spec.at(positions, device={str(k.device)!r})"
+            f"{name} must be given as spec.at(positions, seq_len=…), as the frequencies of "
+            f"{type(rope.scaling).__name__} depend on the length of the whole sequence, of which these keys may be a "
+            "part; state the lengths before and after the move, and move all keys of the cache if its frequencies "
+            "change"
         )
-    if rope.source is not None and rope.stated is None:
+    found = rotation_at("k", k, rope, positions, (name, where))
+    if found.source is not None and found.stated is None:
         raise bad_value(f"{name} must state its length: spec.at(positions, seq_len=…)")
-    return rope
+    return found
 
 
 def _check_exact(name: str, rope: PreparedRotation) -> None:
@@ -303,10 +292,9 @@ def _side_by_side(
 
 def _explicit(rotation: PreparedRotation, tokens: int) -> torch.Tensor:
     """Return 64-bit positions, one for each token."""
-    ids = positions_.explicit(rotation.where, tokens, device=rotation.device).ids
-    if ids is None:
-        raise RuntimeError("explicit positions must have ids")
-    return ids
+    return cast(
+        torch.Tensor, positions_.explicit(rotation.where, tokens, device=rotation.device).ids
+    )
 
 
 def _difference(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

@@ -203,7 +203,7 @@ def rotate_qk_(
     return q, k
 
 
-def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
+def rotate_with(  # noqa: PLR0913, PLR0917  (the fields of a request)
     names: Sequence[str],
     verb: str,
     q: torch.Tensor,
@@ -225,12 +225,10 @@ def rotate_with(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a d
     >>> rotate_with(("x",), "new", x, None, RopeSpec(8), None, "sd", False)[0].shape
     torch.Size([3, 8])
     """
-    found = run_quick(names, verb, q, k, rope, positions, layout, inverse, stages, outs, slots)
-    if found is not None:
-        return found
-    return perform(
-        Request(*(names, q, k, rope, positions, layout, inverse, stages, verb, outs, slots, wider))
-    )
+    # To name its fields would take a decoded token a microsecond.
+    request = names, verb, q, k, rope, positions, layout, inverse, stages, outs, slots, wider
+    found = run_quick(request)
+    return perform(Request(*request)) if found is None else found
 
 
 def with_rounding(

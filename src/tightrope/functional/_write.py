@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -88,20 +87,17 @@ def write_kv(  # noqa: PLR0913  (one argument for each tensor)
         to = to._replace(scales=scales_of(cache_scale, v))
     stages = stages_of(act, gate)
     outs = [cache[0]]
-    # Of keys alone, the first tensor is k.
-    tensors: tuple[Sequence[str], torch.Tensor, torch.Tensor | None] = _K, k, None
     if q is not None:
-        tensors = _QK, q, k
         if isinstance(q, torch.Tensor):
             outs.insert(0, torch.empty_like(q) if out is None else out)
-    elif out is not None:
+        call = rope, positions, layout, False, stages, outs, to
+        return rotate_with(_QK, "out", q, k, *call)[0]  # type: ignore[return-value]
+    if out is not None:
         raise bad_value("out must be None without q, which would go there")
-    elif stages is not None:
-        stages = stages.of_keys()
-    names, first, second = tensors
-    call = rope, positions, layout, False, stages, outs, to
-    ys = rotate_with(names, "out", first, second, *call)
-    return None if q is None else ys[0]  # type: ignore[return-value]
+    stages = None if stages is None else stages.of_keys()
+    # Of keys alone, the first tensor is k.
+    rotate_with(_K, "out", k, None, rope, positions, layout, False, stages, outs, to)
+    return None  # type: ignore[return-value]
 
 
 def _destination(k: object, v: object, cache: object, slots: object) -> Slots:

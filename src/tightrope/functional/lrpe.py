@@ -21,6 +21,7 @@ from ..activations import ACTS, SOFTMAX, Act
 from ..channels import Channels
 from ..ops.build import Request, stages_of
 from ..ops.checks import check_floating
+from ..ops.gradients import value_dtype
 from ..ops.sharded import check_gradient, perform
 from ..positions import Positions, PositionsLike, as_positions
 from ..spec import RopeSpec, prepared, warn_of_rounding
@@ -87,60 +88,16 @@ def lrpe_rotate_1d(
     torch.Size([2, 5, 4, 16])
     """
     over_tokens = _check(x, act, dim, offset)
-    arguments = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
-    if not over_tokens:
-        return _rotated(x, arguments, act)
-    # Compute in a wide dtype and round once, at the end.
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return _rotated(torch.softmax(x.to(wide), 1), arguments, None).to(x.dtype)
-
-
-@public("lrpe_rotate_1d_")
-def lrpe_rotate_1d_(
-    x: torch.Tensor,
-    theta: torch.Tensor,
-    offset: int | torch.Tensor | Positions = 0,
-    act: Act = "none",
-    dim: int | None = None,
-    *,
-    start: int = 0,
-    rotary_dim: int | None = None,
-    theta_axis: str = "auto",
-) -> torch.Tensor:
-    """Rotate in place: :func:`lrpe_rotate_1d` without a new tensor.
-
-    Args: see :func:`lrpe_rotate_1d`; for x, :func:`tightrope.functional.rotate_`. A softmax over the
-    tokens cannot be computed in place and raises ValueError.
-
-    Returns:
-        x itself.
-
-    >>> x = torch.randn(2, 5, 4, 16)
-    >>> lrpe_rotate_1d_(x, torch.rand(8), offset=100) is x
-    True
-    """
-    if _check(x, act, dim, offset):
-        raise bad_value(
-            "a softmax over the tokens cannot be computed in place; call lrpe_rotate_1d", x=x
-        )
-    arguments = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
-    _rotated(x, arguments, act, "in place")
-    return x
-
-
-def _rotated(
-    x: torch.Tensor,
-    arguments: tuple[RopeSpec, PositionsLike, torch.Tensor],
-    act: Act,
-    verb: str = "new",
-) -> torch.Tensor:
-    """Rotate by the result of :func:`_arguments`."""
-    spec, where, theta = arguments
-    at = as_positions(where, sharded=True)
-    rope = prepared(spec, at, x.device, inv_freq=theta)
+    spec, where, angles = _arguments(x, theta, offset, start, rotary_dim, theta_axis)
+    dtype = x.dtype
+    if over_tokens:
+        # Compute in a wide dtype and round once, at the end.
+        act, x = None, torch.softmax(x.to(value_dtype(x)), 1)
+    rope = prepared(spec, as_positions(where, sharded=True), x.device, inv_freq=angles)
     stages = stages_of(act, None, 1)
-    request = Request(("x",), x, None, rope, None, _LAYOUTS[x.dim()], stages=stages, verb=verb)
-    return perform(request)[0]
+    return perform(Request(("x",), "new", x, None, rope, None, _LAYOUTS[x.dim()], stages=stages))[
+        0
+    ].to(dtype)
 
 
 def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:

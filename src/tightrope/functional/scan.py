@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -30,11 +30,9 @@ from .._errors import (
     check_type,
     describe,
     integer,
-    is_dtensor,
     public,
 )
 from .._tracing import broadcasts, is_readable
-from ..ops import sharded
 from ..ops.build import Request, build, stages_of
 from ..ops.checks import Operands, layout_named, prepare
 from ..ops.layouts import Layout
@@ -90,8 +88,8 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     commutes with the rotation; if it is also the same for all tokens, scores depend only on the distance.
 
     Args:
-        q, k: see :func:`rotate_qk`; the number of heads of q is a multiple of that of k. DTensors may
-            be sharded along rows and heads, v like k.
+        q, k: see :func:`rotate_qk`; the number of heads of q is a multiple of that of k. No
+            DTensors: scan rows and heads of each process by torch's ``local_map``.
         v: like k, with any number of channels per head.
         rope, positions: see :func:`rotate`. If ``rope`` is a :class:`RopeSpec`, positions continue from
             ``state`` by default; a prepared rotation has its own. Its phases have a state of their own,
@@ -136,7 +134,7 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
     if order.dims != 4:
         raise bad_value(f"layout must be one of bhsd, bshd, sbhd but got {layout!r}")
     check_type("k", k)
-    check_state(state, sharded=is_dtensor(k))
+    check_state(state)
     if state is not None and isinstance(rope, RopeSpec):
         if rope.by_length:
             raise bad_value(
@@ -160,92 +158,15 @@ def polar_scan(  # noqa: PLR0913  (one argument for each option)
             "positions must be of one sequence in each row, as its memory goes on from token to token, but are of several; "
             "scan the sequences one by one"
         )
-    request = Request(_QK, q, k, rope, positions, layout, stages=stages_of(None, gate))
-    if is_dtensor(q) or is_dtensor(k):
-        return _scan_shards(request, v, log_decay, state, form, chunk)
-    return _scan(request, v, log_decay, state, form, chunk)
-
-
-def _scan(
-    request: Request,
-    v: torch.Tensor,
-    log_decay: torch.Tensor | float | None,
-    state: PolarState | None,
-    form: str,
-    chunk: int,
-) -> tuple[torch.Tensor, PolarState]:
-    """Rotate the q and k of a request and scan them; other arguments as in :func:`polar_scan`."""
-    q, k, order = request.q, cast(torch.Tensor, request.k), layout_named(request.layout)
+    request = Request(_QK, "new", q, k, rope, positions, layout, stages=stages_of(None, gate))
     if isinstance(q, torch.Tensor) and q.dtype in (torch.bfloat16, torch.float16):
         # Rounding rotated queries and keys to 16 bits would spoil sums with cancellation.
-        operands = Operands(_QK, (q, k), order)
-        rope = prepare(operands, request.rope, request.positions)
-        request = request._replace(q=q.float(), k=k.float(), rope=rope, positions=None)
+        exact = prepare(Operands(_QK, (q, k), order), rope, positions)
+        request = request._replace(q=q.float(), k=k.float(), rope=exact, positions=None)
     turned_q, turned_k = (order.to_bhsd(x) for x in run(build(request)))
     v = _checked_values(order.to_bhsd(q), order.to_bhsd(k), v, order)
     out, state = scanned(turned_q, turned_k, v, log_decay, state, form, chunk)
     return order.from_bhsd(out), state
-
-
-def _scan_shards(
-    request: Request,
-    v: torch.Tensor,
-    log_decay: torch.Tensor | float | None,
-    state: PolarState | None,
-    form: str,
-    chunk: int,
-) -> tuple[torch.Tensor, PolarState]:
-    """Scan DTensors: each process scans its own rows and heads; arguments as in :func:`_scan`."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    order = layout_named(request.layout)
-    q, k = cast(Any, request.q), cast(Any, request.k)
-    parts = sharded.parts_of((*_QK, "v"), (q, k, v), order)
-    own, others = parts[0], parts[1:]
-    for part, x in zip(parts, (q, k, v)):
-        if part.by != own.by or "token" in part.by:
-            raise bad_value(
-                f"{part.name} must be sharded like q, along rows and heads only, because a scan needs all "
-                f"tokens of a head; call {part.name}.redistribute",
-                **{part.name: x},
-            )
-    heads, kv_heads, v_heads = (part.spans["head"] for part in parts)
-    if v_heads != kv_heads:
-        raise bad_value(f"v must have the {kv_heads.whole} heads of k but got {v_heads.whole}", v=v)
-    group = heads.whole // max(kv_heads.whole, 1)
-    if any(one != group * other for one, other in zip(heads, kv_heads)):
-        raise bad_value(
-            "q and k must be sharded such that each process has the heads of k that its heads of q "
-            f"share, but it has heads {heads.start} to {heads.start + heads.size} of q and "
-            f"{kv_heads.start} to {kv_heads.start + kv_heads.size} of k",
-            q=q,
-            k=k,
-        )
-    take, memory = others[0].take, None if state is None else state.memory
-    given = sharded.dtensors_of(log_decay, memory)
-    many = isinstance(log_decay, torch.Tensor) and log_decay.dim() == 4
-    axes = ("row", "head", "token", None) if many else ("head", None)
-    log_decay = take("log_decay", log_decay, axes)
-    if state is not None:
-        memory = take("the memory of state", state.memory, ("row", "head", None, None))
-        state = state._replace(memory=memory)
-    operands = Operands(_QK, (q, k), order, sharded=True)
-    local, watched = sharded.local_request(request, operands, parts[:2])
-    own_q, own_k = sharded.to_local(q, k)
-    local = local._replace(q=own_q, k=own_k)
-    out, after = _scan(local, sharded.to_local(v)[0], log_decay, state, form, chunk)
-    watched += [*given, q, k, v]
-    mesh = q.device_mesh
-    shape = torch.Size((*q.shape[:-1], v.shape[-1]))
-    whole = sharded.from_local(out.detach(), mesh, q.placements, shape)
-    (out,) = sharded.to_dtensors([out], [whole], watched)
-    # The memory has rows in dimension 0 and heads in dimension 1.
-    placements = [Shard(int(by == "head")) if by else Replicate() for by in own.by]
-    memory = after.memory
-    shape = torch.Size((own.spans["row"].whole, kv_heads.whole, *memory.shape[2:]))
-    whole = sharded.from_local(memory.detach(), mesh, placements, shape)
-    (memory,) = sharded.to_dtensors([memory], [whole], watched, kept=True)
-    return out, after._replace(memory=memory)
 
 
 def _block(
@@ -470,8 +391,8 @@ _AUTOCAST = frozenset(
 )
 
 
-def check_state(state: object, sharded: bool = False) -> None:
-    """Raise a TypeError unless the argument is None or a state; of a DTensor only if ``sharded``."""
+def check_state(state: object) -> None:
+    """Raise a TypeError unless the argument is None or a state."""
     if state is None:
         return
     if (
@@ -482,4 +403,4 @@ def check_state(state: object, sharded: bool = False) -> None:
         raise bad_type(
             f"state must be None or a state returned by {OPERATION} but got {describe(state)}"
         )
-    check_tensor("the memory of state", state.memory, sharded=sharded)
+    check_tensor("the memory of state", state.memory)

@@ -23,13 +23,14 @@ from .._errors import (
 )
 from .._memo import TensorMemo
 from .._rounding import ROUNDINGS, RoundingLike, codes_of, rounding_pair
-from .._tracing import broadcasts, is_readable
+from .._tracing import broadcasts, is_readable, outside_modes
 from ..channels import split_pairs
 from ..ops import registry, schema, sharded
 from ..ops.build import forced_for
 from ..ops.call import Call, Extras
 from ..ops.checks import (
     check_floating,
+    check_heads,
     check_partner,
     shape_of,
 )
@@ -179,53 +180,6 @@ def rotary_apply(
     return y.reshape(shape)
 
 
-@public("rotary_embedding")
-def rotary_embedding(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-    *,
-    interleaved: bool = False,
-) -> torch.Tensor:
-    """Rotate by tables, in half pairs by default, with the signature proposed for ``torch.nn.functional``.
-
-    Args:
-        x: floating ``(batch, heads, seq, d)``, d even; without ``position_ids`` with any leading
-            dimensions.
-        cos, sin: floating, one entry for each pair: ``(n, d / 2)`` with ``position_ids``; otherwise
-            of a shape that broadcasts against ``(…, seq, d / 2)``.
-        position_ids: the table row of each token, int32 or int64 ``(batch, seq)``.
-        interleaved: see :func:`rotary_apply`.
-
-    Returns:
-        A new tensor of the dtype of x. Differentiable with respect to x, cos and sin.
-
-    Raises:
-        IndexError: ids outside the tables, on the CPU; see :func:`apply_rotary_pos_emb`.
-        TypeError, ValueError: invalid tensors; the message names them.
-
-    Source: PyTorch pull request 187286, not merged as of November 2026.
-
-    >>> from tightrope.functional import build_freqs_cis
-    >>> x, (cos, sin) = torch.randn(2, 8, 16, 64), build_freqs_cis(100, 64)
-    >>> rotary_embedding(x, cos, sin, torch.arange(16).expand(2, -1) + 50).shape
-    torch.Size([2, 8, 16, 64])
-    """
-    if position_ids is None:
-        return rotary_apply(x, cos, sin, interleaved=interleaved)
-    check_floating("x", x, sharded=True)
-    if x.dim() != 4 or x.shape[3] % 2:
-        raise bad_value("x must have shape (batch, heads, seq, d) with an even d", x=x)
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_floating(name, table, sharded=is_dtensor(x))
-        if table.dim() != 2 or table.shape[1] != x.shape[3] // 2:
-            rule = f"{name} must have shape (n, {x.shape[3] // 2}) with position_ids"
-            raise bad_value(rule, x=x, **{name: table})
-    given = Tables(cos, sin, 1, interleaved, "half", position_ids=position_ids)
-    return rotate_by(x, None, given)[0]
-
-
 def _broadcast(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Size]:
@@ -306,7 +260,7 @@ def rotate_by(
     verb: str = "new",
 ) -> Sequence[torch.Tensor]:
     """Rotate q and k by tables; all public functions of this module that rotate call this one."""
-    packed = None if verb == "out" else _packed(q, k, given, verb)
+    packed = _packed(q, k, given, verb)
     if packed is not None:
         names, build = ("q", "k"), partial(_build, q, k, given, verb)
         return launch_quick(names, verb, q, k, packed, build)
@@ -434,7 +388,13 @@ def _build(
     _check_tables(q, cos, sin, tables, start)
     c = _canonical(cos, q, unsqueeze_dim, layout)
     s = _canonical(sin, q, unsqueeze_dim, layout)
-    _check_fit(c, q, k, cos, layout)
+    xs, names = schema.present(q, k), ("q",) if k is None else ("q", "k")
+    rows = 1 if layout.row is None else shape[layout.row]
+    if not broadcasts(c.shape[0], rows):
+        raise bad_value(
+            f"cos and sin must have {one_or(rows, 'row')} but got {c.shape[0]}", q=q, cos=cos
+        )
+    check_heads("cos and sin", c.shape[1], names, xs, layout)
     length, tokens = c.shape[2], shape[layout.token]
     ids = None
     if position_ids is not None:
@@ -450,11 +410,12 @@ def _build(
     if tables in ("cat", "repeat") and not learned and is_readable(cos):
         for name, table, view in (("cos", cos, c), ("sin", sin, s)):
             if not _checked.knows(table, tables):
-                _checked.find(table, tables, _check_duplicates, name, view, tables)
+                with outside_modes():
+                    _check_duplicates(name, view, tables)
+                _checked.learn(table, tables)
     options = _options(
         layout, start, interleaved, inverse, ids is None, tables, rounding, given.dense
     )
-    names = ("q",) if k is None else ("q", "k")
     return [Call(q, k, c, s, ids, 0, options, 1.0, Extras(), 0.0, names, verb, (), forced_for(q))]
 
 
@@ -520,30 +481,6 @@ def _canonical(
             cos=table,
         )
     return layout.to_bhsd(view)
-
-
-def _check_fit(
-    c: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    layout: Layout,
-) -> None:
-    own_rows, own_heads = c.shape[0], c.shape[1]
-    rows = 1 if layout.row is None else q.shape[layout.row]
-    if not broadcasts(own_rows, rows):
-        raise bad_value(
-            f"cos and sin must have {one_or(rows, 'row')} but got {own_rows}", q=q, cos=cos
-        )
-    if own_heads == 1:
-        return
-    for name, x in (("q", q), ("k", k)):
-        heads = 1 if x is None or layout.head is None else x.shape[layout.head]
-        if x is not None and not broadcasts(own_heads, heads):
-            raise bad_value(
-                f"cos and sin must have {one_or(heads, 'head')} for {name} but got {own_heads}",
-                **{name: x, "cos": cos},
-            )
 
 
 # The layers of a model share their tables, so each table is checked only once.

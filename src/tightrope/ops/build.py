@@ -10,9 +10,7 @@ import torch
 from .. import activations, gates as gates_
 from .._errors import bad_type, bad_value, check_flag, unsupported
 from .._rounding import ONCE, codes_of
-from ..activations import Act, RMSNorm, code_of
 from ..channels import Channels
-from ..gates import Gate
 from ..positions import PositionsLike
 from ..spec import PreparedRotation, Rope
 from . import gating, learned, phased, registry, scaled, schema
@@ -23,23 +21,8 @@ from .checks import (
     layout_named,
     prepare,
 )
+from .gating import Stages as Stages
 from .slots import check_slots
-
-
-class Stages(NamedTuple):
-    """Prologue f and epilogue P of a call, for q and for k.
-
-    Attributes:
-        acts: the activation or norm of each; None for the identity.
-        gates: the gates of each, any number; their factors multiply.
-    """
-
-    acts: tuple[Act, Act]
-    gates: tuple[Sequence[Gate], Sequence[Gate]]
-
-    def of_keys(self) -> Stages:
-        """Return f and P of a call that rotates k alone."""
-        return Stages((self.acts[1],) * 2, (self.gates[1],) * 2)
 
 
 def stages_of(act: object, gate: object, count: int = 2) -> Stages | None:
@@ -64,14 +47,15 @@ class Request(NamedTuple):
 
     Attributes:
         names: names of q and k in error messages.
-        stages: f and P; None if both are the identity.
         verb: one of :data:`tightrope.ops.call.VERBS`.
+        stages: f and P; None if both are the identity.
         outs: the result tensors, for the verb "out".
         slots: where the last result goes, if its ``out`` is a cache.
         wider: whether the tensors may have more channels than the spec; the extra ones are copied.
     """
 
     names: Sequence[str]
+    verb: str
     q: torch.Tensor
     k: torch.Tensor | None
     rope: Rope
@@ -79,7 +63,6 @@ class Request(NamedTuple):
     layout: str = "bhsd"
     inverse: bool = False
     stages: Stages | None = None
-    verb: str = "new"
     outs: Sequence[torch.Tensor] = ()
     slots: Slots | None = None
     wider: bool = False
@@ -191,30 +174,18 @@ def rotation_options(
 
 def _add_stages(call: Call, stages: Stages, rotation: PreparedRotation) -> list[Call]:
     """Add f and P to a rotation; return two calls if q and k differ in the kind of f or P."""
-    xs, names = call.xs(), call.names
-    views = [call.layout().to_bhsd(x) for x in xs]
-    kinds: list[tuple[int, int, float]] = []
-    weights: list[torch.Tensor | None] = []
-    gates = gating.lower(names, views, stages.gates, rotation)
-    for name, view, act, (gate, _) in zip(names, views, stages.acts, gates):
-        if call.options.direction == schema.INVERSE and act is not None:
-            raise bad_value(
-                f"inverse must be False with an act, which has no inverse, but act is {act!r}"
-            )
-        norm = act if isinstance(act, RMSNorm) else None
-        weights.append(None if norm is None else norm.factors(name, view, view.shape[1]))
-        kinds.append((code_of(act), gate, float(norm.eps) if norm else 0.0))
-    together = kinds[0] == kinds[-1]
+    xs, inverse = call.xs(), call.options.direction == schema.INVERSE
+    found = gating.lower(stages, call.names, xs, call.layout(), rotation, inverse)
+    together = found[0].kind == found[-1].kind
     calls = []
     for which in [range(len(xs))] if together else [(i,) for i in range(len(xs))]:
-        code, gate, eps = kinds[which[0]]
+        code, gate, eps = found[which[0]].kind
         # Lists first: torch 2.11 cannot trace a generator that reads variables of this function.
-        some_weights = [weights[i] for i in which]
-        some_gates = [gates[i][1] for i in which]
+        some = [found[i] for i in which]
         extras = Extras(
             call.extras.frequencies,
-            tuple([w for w in some_weights if w is not None]),
-            tuple([g for g in some_gates if g is not None]),
+            tuple([one.weight for one in some if one.weight is not None]),
+            tuple([one.gate for one in some if one.gate is not None]),
         )
         options = call.options._replace(act=code, gate=gate)
         calls.append(call.only(which)._replace(options=options, extras=extras, eps=eps))

@@ -20,7 +20,7 @@ from .._errors import (
     one_or,
 )
 from .._tracing import broadcasts
-from ..positions import PositionsLike, as_positions
+from ..positions import PositionsLike, as_positions, check_axes
 from ..spec import PreparedRotation, Rope, RopeSpec, prepared
 from .call import KEYS
 from .layouts import BY_NAME, WITH_ROWS, Layout
@@ -66,7 +66,7 @@ def prepare(
     names, xs, layout, sharded = operands
     x = xs[0]
     shape = shape_of(names[0], x, layout, sharded)
-    rotation = _rotation(names[0], x, rope, positions)
+    rotation = rotation_at(names[0], x, rope, positions)
     rotation = rotation.for_tokens(shape[layout.token], WITH_ROWS.get(layout.name))
     width = rotation.channels.head_dim
     if shape[-1] != width and not (wider and shape[-1] > width):
@@ -150,25 +150,39 @@ def check_rotation(
         rotation.check_passed(tokens, seq_len)
 
 
-def _rotation(name: str, x: torch.Tensor, rope: Rope, positions: PositionsLike) -> PreparedRotation:
-    if isinstance(rope, PreparedRotation):
-        if positions is not None:
-            raise bad_value(
-                "positions must be None with a prepared rotation, which has its own; "
-                "call spec.at(positions)"
-            )
-        if rope.device != x.device:
-            raise bad_value(
-                f"the prepared rotation is on {rope.device} but {name} is on {x.device}; call "
-                f"spec.at(positions, device={str(x.device)!r})"
-            )
-        return rope
+def rotation_at(
+    name: str,
+    x: torch.Tensor,
+    rope: object,
+    positions: PositionsLike,
+    arguments: Sequence[str] = ("rope", "positions"),
+) -> PreparedRotation:
+    """Return the rotation that a caller gave, at its positions and on the device of x.
+
+    Args:
+        name: name of x in error messages.
+        arguments: names of the rotation and of the positions in error messages.
+    """
+    own, where = arguments
     if isinstance(rope, RopeSpec):
-        return prepared(rope, as_positions(positions, sharded=True), x.device)
-    raise bad_type(
-        "rope must be a RopeSpec or a prepared rotation (RopeSpec.at), before the positions, but got "
-        f"{describe(rope)}{_which_of(rope)}"
-    )
+        given = as_positions(positions, sharded=True)
+        check_axes(given, rope.axis_count, where)
+        return prepared(rope, given, x.device)
+    if not isinstance(rope, PreparedRotation):
+        raise bad_type(
+            f"{own} must be a RopeSpec or a prepared rotation (RopeSpec.at), before the positions, but got "
+            f"{describe(rope)}{_which_of(rope)}"
+        )
+    if positions is not None:
+        raise bad_value(
+            f"{where} must be None with a prepared rotation, which has its own; call spec.at(positions)"
+        )
+    if rope.device != x.device:
+        raise bad_value(
+            f"{own} is on {rope.device} but {name} is on {x.device}; call "
+            f"spec.at(positions, device={str(x.device)!r})"
+        )
+    return rope
 
 
 def _which_of(rope: object) -> str:
@@ -318,13 +332,11 @@ def check_outs(
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
-    sharded: bool = False,
     cache: bool = False,
 ) -> None:
     """Refuse ``out`` tensors that do not match the tensors to rotate.
 
     Args:
-        sharded: whether all of them are DTensors.
         cache: whether the last one is a cache, whose shape :mod:`.slots` checks.
     """
     if len(outs) != len(xs):
@@ -337,8 +349,7 @@ def check_outs(
             raise bad_type(f"{what} must be a tensor for {name} but got {describe(out)}")
         check_dense(what, out)
         check_not_negated(what, out)
-        if not sharded:
-            check_local(what, out)
+        check_local(what, out)
         if what == KEYS:
             continue
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:

@@ -1,118 +1,122 @@
-"""Lower gates to tensors of the operator, given the rotation's channels and token positions."""
+"""Lower f and P to codes and tensors of the operator, given the rotation's channels and token positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from .. import gates as gates_
 from .._errors import bad_value
+from ..activations import Act, RMSNorm, code_of
 from ..gates import Gate, Slope, XPos
 from ..positions import explicit
 from ..spec import PreparedRotation
-from .layouts import BY_NAME
+from .layouts import Layout
 from .schema import FACTOR, LOG, NO_GATE, SLOPE
 
 
+class Stages(NamedTuple):
+    """Prologue f and epilogue P of a call, for q and for k.
+
+    Attributes:
+        acts: the activation or norm of each; None for the identity.
+        gates: the gates of each, any number; their factors multiply.
+    """
+
+    acts: tuple[Act, Act]
+    gates: tuple[Sequence[Gate], Sequence[Gate]]
+
+    def of_keys(self) -> Stages:
+        """Return f and P of a call that rotates k alone."""
+        return Stages((self.acts[1],) * 2, (self.gates[1],) * 2)
+
+
+class Lowered(NamedTuple):
+    """f and P of one tensor as the operator takes them.
+
+    Attributes:
+        kind: the codes of f and of P in the schema, and the epsilon of a norm; tensors of one kind share a call.
+        weight: the weight of a norm, or None.
+        gate: the tensor of P, or None.
+    """
+
+    kind: tuple[int, int, float]
+    weight: torch.Tensor | None
+    gate: torch.Tensor | None
+
+
 def lower(
+    stages: Stages,
     names: Sequence[str],
     xs: Sequence[torch.Tensor],
-    gates: Sequence[Sequence[Gate]],
+    layout: Layout,
     rotation: PreparedRotation,
-) -> list[tuple[int, torch.Tensor | None]]:
-    """Lower the gates of each tensor to the form that the operator takes.
+    inverse: bool,
+    quick: bool = False,
+) -> list[Lowered]:
+    """Lower f and P of each tensor.
 
     Args:
         names: names of the tensors in error messages.
-        xs: the tensors, ``(rows, heads, tokens, channels)`` each.
-        gates: any number of gates for each tensor; their factors multiply.
         rotation: the rotation of all tensors.
-
-    Returns:
-        For each tensor, the gate's code in the schema and the gate's tensor; (NO_GATE, None) if it has
-        no gate.
+        quick: whether to leave out the checks that the kernel repeats; nothing may be differentiated then.
 
     Raises:
-        ValueError: a gate does not fit its tensor, or depends on positions that have several axes.
-        TypeError: a gate holds a DTensor.
+        ValueError: an activation or a gate does not fit its tensor, has no inverse, or depends on positions that have
+            several axes.
+        TypeError: one of them holds a DTensor.
     """
-    channels = rotation.channels
-    where: torch.Tensor | None = None
-    found: list[tuple[int, torch.Tensor | None]] = []
-    for name, x, own in zip(names, xs, gates):
-        if any(gate.by_position for gate in own) and where is None:
-            where = _token_positions(rotation, x.shape[2], x.device)
-        signed, total = any(gate.signed for gate in own), None
-        code = FACTOR if signed else LOG if own else NO_GATE
-        for gate in own:
-            gates_.check_own(name, x, gate)
-            if len(own) == 1 and type(gate) is Slope and not _needs_log(rotation):
-                code, one = SLOPE, gate.rates(channels, x.dtype).to(x.device)
-                gates_.check_fit(name, x, gate, (1, one.shape[0], 1))
+    tokens, where = xs[0].shape[layout.token], None
+    found: list[Lowered] = []
+    for name, x, act, own in zip(names, xs, *stages):
+        if inverse and act is not None:
+            raise bad_value(
+                f"inverse must be False with an act, which has no inverse, but act is {act!r}"
+            )
+        weight, eps = None, 0.0
+        if isinstance(act, RMSNorm):
+            weight, eps = act.weight, float(act.eps)
+            if quick and weight is not None and not act.unit_offset:
+                weight = weight if weight.dim() == 2 else weight[None]  # kernels read any dtype
             else:
-                one = gates_.on(gate, x, channels, where, signed)
-                gates_.check_fit(name, x, gate, one.shape)
+                heads = 1 if layout.head is None else x.shape[layout.head]
+                weight = act.factors(name, x, heads)
+        signed, code, total = False, NO_GATE, None
+        if own:
+            signed = any(gate.signed for gate in own)
+            code = FACTOR if signed else LOG
+        again = quick and found and own == stages.gates[0]  # of one gate for q and k
+        if again:
+            code, total = found[0].kind[1], found[0].gate
+        for gate in () if again else own:
+            if not quick:
+                gates_.check_own(name, x, gate)
+            if len(own) == 1 and type(gate) is Slope and not _needs_log(rotation):
+                code, one = SLOPE, gates_.onto(gate.rates(rotation.channels, x.dtype), x.device)
+            elif quick and type(gate) is XPos and not _needs_log(rotation):
+                # Unless ids are on a device, all layers share the logarithm.
+                key, make = (gate, x.dtype, tokens), partial(_of_tokens, gate, x, tokens, rotation)
+                one = rotation.kept.find(key, rotation.ids, x.device, make)
+            else:
+                if gate.by_position and where is None:
+                    where = _token_positions(rotation, tokens, x.device)
+                one = gates_.on(gate, x, rotation.channels, where, signed)
+            if not quick:
+                shape = one.shape if code != SLOPE else (1, one.shape[0], 1)
+                gates_.check_fit(name, layout.to_bhsd(x), gate, shape)
             total = one if total is None else total * one if signed else total + one
-        found.append((code, total))
+        found.append(Lowered((code_of(act), code, eps), weight, total))
     return found
 
 
-def lower_quickly(
-    gates: Sequence[Sequence[Gate]], x: torch.Tensor, rotation: PreparedRotation, layout: str
-) -> tuple[int, list[torch.Tensor]] | None:
-    """Lower gates like :func:`lower`, but without the checks that the kernel repeats.
-
-    Args:
-        gates: the gates of each tensor.
-        x: the first tensor, in its layout.
-        rotation: the rotation of all tensors.
-        layout: name of the layout.
-
-    Returns:
-        The gate's code in the schema and one tensor for each of q and k; None if
-        :func:`lower` is needed.
-    """
-    logs: list[torch.Tensor] = []
-    code, before = NO_GATE, None
-    for own in gates:
-        if len(own) != 1:
-            return None
-        gate = own[0]
-        if gate is before:
-            logs.append(logs[0])
-            continue
-        found = _lower_one_quickly(gate, x, rotation, layout)
-        if found is None or (before is not None and found[0] != code):
-            return None
-        code, log = found
-        logs.append(log)
-        before = gate
-    return code, logs
-
-
-def _lower_one_quickly(
-    gate: Gate, x: torch.Tensor, rotation: PreparedRotation, layout: str
-) -> tuple[int, torch.Tensor] | None:
-    channels = rotation.channels
-    if gate.signed:
-        return FACTOR, gates_.on(gate, x, channels, signed=True)
-    if not gate.by_position:
-        return LOG, gates_.on(gate, x, channels)
-    if _needs_log(rotation):
-        return None
-    if type(gate) is Slope:
-        return SLOPE, gate.rates(channels, x.dtype)
-    where = BY_NAME[layout]
-    if not isinstance(gate, XPos) or rotation.angles.words.shape[0] != 1 or x.dim() != where.dims:
-        return None
-    tokens = x.shape[where.token]
-
-    def make() -> torch.Tensor:
-        return gates_.on(gate, x, channels, _token_positions(rotation, tokens, x.device))
-
-    # Unless ids are on a device, all layers share the logarithm.
-    return LOG, rotation.kept.find((gate, x.dtype, tokens), rotation.ids, x.device, make)
+def _of_tokens(
+    gate: Gate, x: torch.Tensor, tokens: int, rotation: PreparedRotation
+) -> torch.Tensor:
+    """Return the logarithm of a gate that depends on positions."""
+    return gates_.on(gate, x, rotation.channels, _token_positions(rotation, tokens, x.device))
 
 
 def _needs_log(rotation: PreparedRotation) -> bool:

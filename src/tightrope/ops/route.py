@@ -23,13 +23,13 @@ from torch.autograd import forward_ad
 from .._errors import Refusal
 from .._rounding import ONCE, codes_of
 from .._tracing import have_tangents, is_transformed, may_keep, needs_plain
-from ..activations import NONE, RMSNorm, code_of
 from ..phases import Phases
 from ..positions import DTYPES, Positions, as_positions
 from ..spec import LONGEST, Angles, Lengths, PreparedRotation, RopeSpec, prepared
 from . import gating, registry
-from .build import Stages, rotation_options
+from .build import rotation_options
 from .call import Call, tensors_of
+from .gating import Stages
 from .layouts import BY_NAME, WITH_ROWS
 from .registry import takes_on
 from .schema import (
@@ -37,11 +37,11 @@ from .schema import (
     HALF,
     INVERSE,
     NEW,
-    NO_GATE,
     PHASES,
     Options,
     Packed,
     options_of,
+    present,
 )
 
 DEFINITION, TRACED, AUTOGRAD, KERNEL = ROUTES = ("definition", "traced", "autograd", "kernel")
@@ -99,15 +99,7 @@ def route(call: Call) -> Way:
     return Way(found, transformed, needs_grad, not (compiling or transformed))
 
 
-def route_quick(
-    rope: Any,
-    positions: Any,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    layout: str,
-    inverse: bool,
-    stages: Stages | None,
-) -> Packed | None:
+def route_quick(request: tuple[Any, ...]) -> Packed | None:
     """Return the arguments of the operator if the kernel may be called directly.
 
     Rotating one decoded token takes a few microseconds, and full checks in Python would take most of
@@ -115,7 +107,7 @@ def route_quick(
     only what the kernel cannot check; it refuses every other invalid input before it writes.
 
     Args:
-        rope: a spec, or a prepared rotation.
+        request: the fields of a :class:`tightrope.ops.build.Request`.
 
     Returns:
         The arguments, whether or not q and k require grad. None if the call must be built: because it needs
@@ -123,6 +115,7 @@ def route_quick(
     """
     if not is_plain_eager() or registry.forced is not None:
         return None  # modes that watch see the operators of the full path in every call
+    _, _, q, k, rope, positions, layout, inverse, stages, _, _, _ = request
     if type(layout) is not str or type(inverse) is not bool:
         return None
     if type(q) is not torch.Tensor or q.layout is not _STRIDED:
@@ -420,30 +413,16 @@ def _with_stages(
 
     Nothing computed from a tensor of f or P is cached, so each call sees the current values.
     """
-    count = 1 if k is None else 2
-    first, eps, act, gate = stages.acts[0], 0.0, NONE, NO_GATE
-    extras: list[torch.Tensor] = []
-    if first is not None or stages.acts[count - 1] is not None:
-        if inverse:
-            return None
-        for own in stages.acts[:count]:
-            if not isinstance(first, RMSNorm):
-                if own != first:
-                    return None
-                continue
-            if not isinstance(own, RMSNorm) or own.unit_offset or own.eps != first.eps:
-                return None
-            if own.weight is None:
-                return None
-            extras.append(own.weight if own.weight.dim() == 2 else own.weight[None])
-            eps = float(first.eps)
-        act = code_of(first)
-    if stages.gates[0] or stages.gates[1]:
-        found = gating.lower_quickly(stages.gates[:count], q, rotation, layout)
-        if found is None:
-            return None
-        gate, logs = found
-        extras += logs
+    order = BY_NAME[layout]
+    if q.dim() != order.dims:
+        return None
+    found = gating.lower(stages, ("q", "k"), present(q, k), order, rotation, inverse, quick=True)
+    act, gate, eps = found[0].kind
+    if found[-1].kind != found[0].kind:
+        return None
+    extras = [
+        t for t in (*[one.weight for one in found], *[one.gate for one in found]) if t is not None
+    ]
     device, learns = q.device, torch.is_grad_enabled()
     for t in extras:
         if type(t) not in _DENSE_TYPES or t.device != device or (learns and t.requires_grad):

@@ -9,17 +9,16 @@ two calls, one for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .._errors import Refusal, bad_value, unsupported
 from .._tracing import have_tangents, is_repeated, needs_plain
 from ..activations import NONE
-from ..positions import PositionsLike
-from ..spec import PreparedRotation, Rope
 from . import memory, scaled
 from .autograd import InPlace, OutOfPlace, Rotation, template_of
-from .build import Request, Stages, build
+from .build import Request, build
 from .call import Call, Slots, pack, tensors_of
 from .checks import layout_named
 from .definition import define
@@ -41,7 +40,6 @@ from .schema import (
     IN_PLACE,
     NEW,
     OUT,
-    PHASES,
     SLOTS,
     Packed,
     pair,
@@ -124,29 +122,22 @@ def run_entries(request: Request, slot: torch.Tensor) -> torch.Tensor:
     return cache
 
 
-def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a decoded token time)
-    names: Sequence[str],
-    verb: str,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    rope: Rope,
-    positions: PositionsLike,
-    layout: str,
-    inverse: bool,
-    stages: Stages | None,
-    outs: Sequence[torch.Tensor] = (),
-    slots: Slots | None = None,
-) -> Results | None:
-    """Call the kernel directly, if :func:`tightrope.ops.route.route_quick` allows it; see :class:`Request`.
+def run_quick(request: tuple[Any, ...]) -> Results | None:
+    """Call the kernel directly, if :func:`tightrope.ops.route.route_quick` allows it.
+
+    Args:
+        request: the fields of a :class:`Request`, as any tuple.
 
     Returns:
         The rotated tensors; None if the call must be built in full and go through :func:`run`.
     """
-    packed = route_quick(rope, positions, q, k, layout, inverse, stages)
+    packed = route_quick(request)
     if packed is None:
         return None
+    names, verb, q, k, rope, _, _, _, stages, outs, slots, _ = request
     if torch.is_grad_enabled() and either_learns(q, k):
-        if verb != "new" or stages is not None or has_phases(rope):
+        # Phases may require grad.
+        if verb != "new" or stages is not None or getattr(rope, "phases", None) is not None:
             return None
     if outs and len(outs) != (1 if k is None else 2):
         return None
@@ -155,18 +146,7 @@ def run_quick(  # noqa: PLR0913, PLR0917  (a tuple of arguments would cost a dec
             return None
     if slots is not None and not _are_plain(q, k, outs, slots):
         return None
-
-    def rebuild() -> list[Call]:
-        return build(
-            Request(names, q, k, rope, positions, layout, inverse, stages, verb, outs, slots)
-        )
-
-    return launch_quick(names, verb, q, k, packed, rebuild, outs, slots)
-
-
-def has_phases(rope: object) -> bool:
-    """Return whether the angles of a rotation depend on phases, which may require grad."""
-    return type(rope) is PreparedRotation and rope.phases is not None
+    return launch_quick(names, verb, q, k, packed, lambda: build(Request(*request)), outs, slots)
 
 
 def _are_plain(
@@ -252,7 +232,7 @@ def _run(call: Call, way: Way) -> Results:
     if call.slots is not None:
         _check_mode(call, way)
     if call.verb == "out":
-        _check_out_grad(call, way)
+        _check_out_grad(call)
     written = call.outs or call.xs()
     # Selective checkpointing may skip an operator in the repeated pass, and what it wrote in the first
     # would be missing. A copy is always repeated.
@@ -370,8 +350,8 @@ def _separated(calls: Sequence[Call], ways: Sequence[Way]) -> Sequence[Call]:
     if calls[0].verb == "new":
         return calls
     if calls[0].verb == "out":
-        for call, way in zip(calls, ways):
-            _check_out_grad(call, way)
+        for call in calls:
+            _check_out_grad(call)
     written = [x for call in calls for x in (call.outs or call.xs())]
     sees = ways[0].sees_memory
     if sees:
@@ -419,26 +399,24 @@ def _check_mode(call: Call, way: Way) -> None:
         raise unsupported("what is written to a cache has no forward-mode derivative; call rotate")
 
 
-def _check_out_grad(call: Call, way: Way) -> None:
-    if call.slots is not None and torch.is_grad_enabled() and any_requires_grad(call.slots[:3]):
-        raise bad_value(
-            "v and its cache must not require grad: what is written to a cache has no gradient; use "
-            "torch.no_grad()"
-        )
-    if not way.needs_grad:
+def _check_out_grad(call: Call) -> None:
+    """Refuse a gradient through what is written to ``out`` or to a cache."""
+    if not torch.is_grad_enabled():
         return
-    lost, without = "a result written to out has no gradient", "use torch.no_grad(), or omit out"
-    if call.slots is not None:
-        lost, without = "what is written to a cache has no gradient", "use torch.no_grad()"
-    extras, found = call.extras, None
-    if any_requires_grad((call.primary, call.secondary, call.positions, *extras.frequencies)):
-        phased = call.options.source == PHASES
-        found = "positions, inv_freq or phases" if phased else "positions or inv_freq"
-    elif any_requires_grad((*extras.weights, *extras.gates)):
-        found = "act or gate"
-    if found:
-        raise bad_value(f"{lost}, but {found} require one; {without}")
-    for name, x, out in zip(call.names, call.xs(), call.outs):
-        if x.requires_grad or out.requires_grad:
-            rule = f"{lost}, but {name} or its destination requires one; {without}"
-            raise bad_value(rule, **{name: x, "out": out})
+    what, without = "a result written to out", "use torch.no_grad(), or omit out"
+    extras, slots = call.extras, call.slots
+    learned = (call.primary, call.secondary, call.positions, *extras.frequencies)
+    named: list[tuple[str, Sequence[torch.Tensor | None]]] = [
+        ("positions, inv_freq or phases require", learned),
+        ("act or gate require", (*extras.weights, *extras.gates)),
+        *(
+            (f"{x} or its destination requires", both)
+            for x, *both in zip(call.names, call.xs(), call.outs)
+        ),
+    ]
+    if slots is not None:
+        what, without = "what is written to a cache", "use torch.no_grad()"
+        named.append(("v or its cache requires", slots[:3]))
+    for who, tensors in named:
+        if any_requires_grad(tensors):
+            raise bad_value(f"{what} has no gradient, but {who} one; {without}")

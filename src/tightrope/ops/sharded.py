@@ -156,45 +156,41 @@ def perform(request: Request) -> Results:
         return run(build(request))
     if request.slots is not None:
         raise bad_type("keys must not be DTensors; pass to_local() of q, k and v, and local caches")
+    if request.verb == "out":
+        raise bad_type("out must be None with DTensors; rotate in place, or copy the result to out")
     layout, xs = layout_named(request.layout), present(q, k)
     names = request.names[: len(xs)]
-    parts, outs = parts_of(names, xs, layout), request.outs
+    parts = parts_of(names, xs, layout)
     request, watched = local_request(request, Operands(names, xs, layout, sharded=True), parts)
     found: Results | None = None
-    learns = torch.is_grad_enabled() and any_requires_grad(xs)
-    if request.verb == "new" or (request.verb == "in place" and not learns):
+    if request.verb == "new" or not (torch.is_grad_enabled() and any_requires_grad(xs)):
         q, k = pair(to_local(*xs))
-        how = request.rope, None, layout.name, request.inverse, request.stages
-        found = run_quick(names, request.verb, q, k, *how)
+        found = run_quick(request._replace(q=q, k=k))
     if found is None:
-        return run_local(build(request), xs, watched, outs)
+        return run_local(build(request), xs, watched)
     return to_dtensors(found, xs, watched) if request.verb == "new" else _written(xs)
 
 
-def run_local(
-    calls: Sequence[Call], xs: Sequence[Any], watched: Sequence[Any], outs: Sequence[Any] = ()
-) -> Results:
+def run_local(calls: Sequence[Call], xs: Sequence[Any], watched: Sequence[Any]) -> Results:
     """Run calls on the local tensors of DTensors.
 
     Args:
         calls: the calls; their q and k are not read.
         xs: the DTensors to rotate.
         watched: the DTensors, other than q and k, that the backward pass may read; see `_FromLocal`.
-        outs: the DTensors of the caller, for the verb "out".
 
     Returns:
-        DTensors: new ones, ``xs`` or ``outs``.
+        DTensors: new ones, or ``xs``.
     """
-    verb = calls[0].verb
     # One call for all tensors, or one for each.
     each = [xs] if len(calls) == 1 else [[x] for x in xs]
     whole = [call.on(own) for call, own in zip(calls, each, strict=True)]
-    if verb == "new":
+    if calls[0].verb == "new":
         return [y for call in whole for y in _new(call, watched)]
     compiling = torch.compiler.is_compiling()
-    if verb == "out" or not (compiling or any(route(call).needs_grad for call in whole)):
+    if not (compiling or any(route(call).needs_grad for call in whole)):
         run([call.on(to_local(*call.xs())) for call in whole])
-        return _written(outs or xs)
+        return _written(xs)
     # Autograd and compilers see a change of a DTensor, but not one of its local tensor.
     names = [name for call in calls for name in call.names]
     if not compiling:
@@ -357,7 +353,7 @@ def local_request(
 
     q and k are outside of autograd, and not among these DTensors.
     """
-    first, xs, outs = parts[0], cast(Sequence[Any], operands.xs), cast(Sequence[Any], request.outs)
+    first = parts[0]
     rotation = _kept(request, first)
     if rotation is None:
         whole = checks.prepare(operands, request.rope, request.positions, request.wider)
@@ -372,32 +368,12 @@ def local_request(
     if whole.inv_freq is not None:
         own = first.take("inv_freq", whole.inv_freq, (None, HEAD, None))
         rotation = rotation.replaced(own, None)
-    if request.verb == "out":
-        checks.check_outs(operands.names, xs, outs, sharded=True)
-    for out, x in zip(outs, xs):
-        mesh, placements = x.device_mesh, x.placements
-        if not is_dtensor(out) or out.device_mesh != mesh or out.placements != placements:
-            raise bad_value(f"out must be a DTensor that is placed like {first.name}")
-        if out.requires_grad and torch.is_grad_enabled():
-            raise bad_value(
-                "out must not require grad, because a result written to it has none; use "
-                "torch.no_grad(), or omit out",
-                out=out,
-            )
-    q, k = pair([local_of(x) for x in xs])
+    q, k = pair([local_of(x) for x in operands.xs])
     stages, watched = request.stages, dtensors_of(whole.ids, whole.inv_freq)
     if stages is not None:
         stages, of_stages = _cut_stages(stages, parts)
         watched += of_stages
-    local = request._replace(
-        q=q,
-        k=k,
-        rope=rotation,
-        positions=None,
-        stages=stages,
-        outs=[local_of(out) for out in outs],
-    )
-    return local, watched
+    return request._replace(q=q, k=k, rope=rotation, positions=None, stages=stages), watched
 
 
 def dtensors_of(*xs: Any) -> list[Any]:

@@ -18,11 +18,9 @@ from tightrope.frequencies import DynamicNTK, Given, LongRoPE
 from tightrope.functional import (
     apply_rotary_pos_emb,
     lrpe_rotate_1d,
-    lrpe_rotate_1d_,
     polar_scan,
     rerotate,
     rerotate_,
-    rotary_embedding,
     rotary_pos_embedding,
     rotate,
     rotate_,
@@ -143,7 +141,6 @@ SPECIAL: list[dict[str, Any]] = [
 HEAD, C, TABLE = torch.zeros(2, 3, 5, 8), torch.zeros(5, 8), torch.zeros(9, 4)
 OF_LRPE = full_of(2, 5, 4, 16)
 LRPE = {"x": OF_LRPE, "theta": torch.zeros(8)}
-embedding = partial(rotary_embedding, x=HEAD, cos=TABLE, sin=TABLE, position_ids=ints(2, 5))
 MEMORY, PACK = torch.zeros(2, 2, 8, 5), positions.packed(torch.tensor([0, 2, 7]))
 
 
@@ -151,18 +148,16 @@ def remembered(memory: Any, tokens: Any = 1, **more: Any) -> Call:
     return scan(state=PolarState(memory, tokens), **more)
 
 
-lrpe, lrpe_ = (calls_of(f, **LRPE) for f in (lrpe_rotate_1d, lrpe_rotate_1d_))
+lrpe = calls_of(lrpe_rotate_1d, **LRPE)
 TWO_AXES, OVER_TOKENS = positions.multi_axis(ints(2, 5)), {"act": "softmax", "dim": 1}
 
 test_calls = refused_calls(
     Path(__file__).with_name("refused_calls.jsonl"),
     {
         "apply_rotary_pos_emb": partial(apply_rotary_pos_emb, q=HEAD, k=None, cos=C, sin=C),
-        "rotary_embedding": embedding,
         "rotary_pos_embedding": partial(rotary_pos_embedding, input_=X),
         "polar_scan": partial(polar_scan, rope=RopeSpec(8, interleaved=True), **HEADS),
         "lrpe_rotate_1d": partial(lrpe_rotate_1d, **LRPE),
-        "lrpe_rotate_1d_": partial(lrpe_rotate_1d_, **LRPE),
     },
     globals(),
 )

@@ -1,4 +1,4 @@
-"""Rotation by tables of cosines and sines: `apply_rotary_pos_emb`, its in-place form and `rotary_embedding`."""
+"""Rotation by tables of cosines and sines: `apply_rotary_pos_emb`, its in-place form and `rotary_apply`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,6 @@ from tightrope.functional import (
     apply_rotary_pos_emb_,
     build_freqs_cis,
     rotary_apply,
-    rotary_embedding,
 )
 from tightrope.ops import schema
 
@@ -63,26 +62,27 @@ def test_a_row_outside_the_tables(ids: list[int]) -> None:
     assert_near(*slopes, "float32 ways")
 
 
-# --- the signature that is proposed for torch.nn.functional ---------------------------------------
+# --- tables that broadcast -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary_embedding(interleaved: bool, dtype: torch.dtype) -> None:
-    x, (cos, sin) = noise(2, 3, 5, 12, dtype=dtype), build_freqs_cis(40, 12, dtype=F64)
-    ids = torch.tensor([[0, 7, 7, 39, 2], [5, 6, 7, 8, 9]])
-    assert rotary_embedding(x[0, 0], cos[:5], sin[:5]).shape == (5, 12)
-    for shape in (None, (5, 6), (2, 1, 5, 6), (1, 3, 1, 6)):
-        c, s = (cos, sin) if shape is None else (noise(*shape, seed=n) for n in (1, 2))
-        where = ids if shape is None else None
-        picked = (c[ids][:, None], s[ids][:, None]) if shape is None else (c, s)
-        wanted = oracle.turned(x, *picked, 0, interleaved)
-        found = rotary_embedding(x, c, s, where, interleaved=interleaved)
+def test_rotary_apply(interleaved: bool, dtype: torch.dtype) -> None:
+    x = noise(2, 3, 5, 12, dtype=dtype)
+    for shape in ((5, 6), (2, 1, 5, 6), (1, 3, 1, 6)):
+        cos, sin = (noise(*shape, seed=n) for n in (1, 2))
+        found = rotary_apply(x, cos, sin, interleaved=interleaved)
         assert found.dtype == dtype
+        wanted = oracle.turned(x, cos, sin, 0, interleaved)
         assert_near(found.double(), wanted, f"table rotation, {dtype}")
-        if shape is not None:
-            assert_same_bits(found, rotary_apply(x, c, s, interleaved=interleaved))
-    # Of tables with as many rows as tokens, ids select rows too.
-    some = torch.tensor([[4, 0, 3, 1, 2]]).expand(2, -1)
-    few = rotary_embedding(x, cos[:5], sin[:5], some)
-    assert_same_bits(few, rotary_embedding(x, cos, sin, some))
+    assert rotary_apply(x[0, 0], cos[0, 0], sin[0, 0]).shape == (5, 12)
+
+
+def test_ids_select_rows_of_tables_with_as_many_rows_as_tokens() -> None:
+    x, (cos, sin) = noise(2, 3, 5, 12), build_freqs_cis(40, 12, dtype=F64)
+    some = torch.tensor([[4, 0, 3, 1, 2]])
+    found = [
+        apply_rotary_pos_emb(x, None, *given, tables="half", position_ids=some)[0]
+        for given in ((cos[:5], sin[:5]), (cos, sin))
+    ]
+    assert_same_bits(*found)
