@@ -166,10 +166,11 @@ def _misfit(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
         pass
     else:
         return ""
-    own = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+    stated = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    own = [one for one in stated if one.name not in ("self", "cls")]
     bare = [one.name for one in own if one.kind is not one.KEYWORD_ONLY]
     named = [one.name for one in own if one.kind is not one.POSITIONAL_ONLY]
-    count = len(args) - (len(signature.parameters) - len(own))
+    count = len(args) - (len(stated) - len(own))
     unknown = [name for name in kwargs if name not in named]
     if unknown:
         like = [_OURS.get(unknown[0], ""), *difflib.get_close_matches(unknown[0], named)]
@@ -314,6 +315,19 @@ def real(name: str, value: object, hint: str = "") -> float:
     number = as_real(value)
     if number is None:
         raise bad_type(f"{name} must be a number but got {describe(value)}{hint}")
+    return number
+
+
+def positive(name: str, value: object, zero: bool = False, hint: str = "") -> float:
+    """Check that a number is finite and positive (or 0, if ``zero``), and return it as a float.
+
+    >>> positive("factor", 2)
+    2.0
+    """
+    number = real(name, value, hint)
+    if not (0.0 < number < math.inf or (zero and number == 0.0)):
+        rule = "at least 0" if zero else "positive"
+        raise bad_value(f"{name} must be {rule} and finite but got {value}")
     return number
 
 

@@ -27,6 +27,7 @@ from ._errors import (
     check_tensor,
     describe,
     one_or,
+    positive,
     public,
     real,
 )
@@ -150,8 +151,8 @@ class Scalar(Gate):
             check_tensor("value", self.value, "a floating tensor", sharded=True)
             if self.value.dim():
                 raise bad_value("value must have shape ()", value=self.value)
-        elif _number("value", self.value) <= 0:
-            raise bad_value(f"value must be positive but got {self.value}")
+        else:
+            positive("value", self.value)
 
     def _made(self, at: _At) -> torch.Tensor:
         device = torch.device("cpu") if at.positions is None else at.positions.device
@@ -322,11 +323,10 @@ class XPos(Gate):
 
     @public("XPos")
     def __post_init__(self) -> None:
-        _number("centre", self.centre)
-        for name in ("scale_base", "smoothing"):
-            value = _number(name, getattr(self, name))
-            if value <= 0:
-                raise bad_value(f"{name} must be positive but got {value}")
+        if not math.isfinite(real("centre", self.centre)):
+            raise bad_value(f"centre must be finite but got {self.centre}")
+        positive("scale_base", self.scale_base)
+        positive("smoothing", self.smoothing)
 
     def for_keys(self) -> Gate:
         """Return the inverse gate."""
@@ -510,10 +510,3 @@ def _check_rows(name: str, values: object, tied: object) -> None:
 def _check_tied(tied: object) -> None:
     if tied not in (None, "pair"):
         raise bad_value(f"tied must be None or 'pair' but got {tied!r}")
-
-
-def _number(name: str, value: object) -> float:
-    number = real(name, value)
-    if not math.isfinite(number):
-        raise bad_value(f"{name} must be finite but got {number}")
-    return number

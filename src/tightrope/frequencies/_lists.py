@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .._errors import bad_type, bad_value, check_tensor, public
+from .._errors import bad_type, bad_value, check_tensor, positive, public
 from .._value import checked_calls
 from ._row import default
-from ._rule import Frequencies, Rule, number
+from ._rule import Frequencies, Rule
 
 Nested: TypeAlias = (
     "tuple[float, ...] | tuple[tuple[float, ...], ...] | tuple[tuple[tuple[float, ...], ...], ...]"
@@ -104,7 +104,7 @@ class LongRoPE(Rule):
         values = getattr(self, field)
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise bad_type(f"{field} must be a sequence of numbers but got {values!r}")
-        return tuple(number(f"{field}[{k}]", value) for k, value in enumerate(values))
+        return tuple(positive(f"{field}[{k}]", value) for k, value in enumerate(values))
 
     def regime(self, seq_len: int | None) -> int | None:
         """Return None up to the original length, and the same number for all longer lengths."""

@@ -18,8 +18,8 @@ from .._errors import (
     describe,
     integer,
     plain_integer,
+    positive,
     public,
-    real,
     unsupported,
 )
 from .._value import Value, dictionary, field_names, from_fields
@@ -188,7 +188,7 @@ class Rule(Value):
         rotary_dim = integer("rotary_dim", rotary_dim)
         if rotary_dim < 0 or rotary_dim % 2:
             raise bad_value(f"rotary_dim must be even and not negative but got {rotary_dim}")
-        return _made(self, rotary_dim, number("base", base), regime)
+        return _made(self, rotary_dim, positive("base", base), regime)
 
     def regime(self, seq_len: int | None) -> int | None:
         """Map a length to a representative one: lengths with equal results have equal frequencies.
@@ -304,7 +304,7 @@ class Rule(Value):
         for field in fields:
             value = getattr(self, field)
             if value is not None or not optional:
-                self._set(**{field: number(field, value, zero)})
+                self._set(**{field: positive(field, value, zero)})
 
     @public()
     def _length(self, least: int = 1) -> None:
@@ -343,15 +343,6 @@ def _check_class(kind: type[Rule]) -> None:
     params = getattr(kind, "__dataclass_params__", None)
     if params is None or not params.frozen:
         raise bad_type(f"{kind.__name__} must be decorated with @dataclass(frozen=True)")
-
-
-def number(field: str, value: object, zero: bool = False) -> float:
-    """Check that a value is finite and positive (or 0, if ``zero``); return it as a float."""
-    number = real(field, value)
-    if not (0.0 < number < math.inf or (zero and number == 0.0)):
-        rule = "at least 0" if zero else "positive"
-        raise bad_value(f"{field} must be {rule} and finite but got {value}")
-    return number
 
 
 def _listed(value: Any) -> Any:
