@@ -502,12 +502,6 @@ def _on(where: Positions, axes: int, device: torch.device) -> Positions:
             f"{device}; create them with device={str(device)!r}",
             positions=as_passed(ids),
         )
-    if device.type == "meta" and ids.requires_grad:
-        raise bad_value(
-            "positions that require a gradient must be on the meta device when the rotated tensors "
-            "are, as no gradient can leave it",
-            positions=as_passed(ids),
-        )
     with outside_modes():  # so that autograd can save the copy
         return _with_ids(where, ids.to(device))
 
