@@ -17,7 +17,7 @@ import numbers
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 
@@ -39,31 +39,24 @@ class Refusal(Exception):
         ways: ways to mend the input, from which advice is made: when each is right, and what then holds.
     """
 
+    kind: ClassVar[type[Exception]]  # that the user gets
     ways: tuple[tuple[str, Any], ...] = ()
 
 
 class _BadValue(Refusal, ValueError):
-    pass
+    kind = ValueError
 
 
 class _BadType(Refusal, TypeError):
-    pass
+    kind = TypeError
 
 
 class _BadIndex(Refusal, IndexError):
-    pass
+    kind = IndexError
 
 
 class _Unsupported(Refusal, NotImplementedError):
-    pass
-
-
-_KINDS: dict[type[Refusal], type[Exception]] = {
-    _BadValue: ValueError,
-    _BadType: TypeError,
-    _BadIndex: IndexError,
-    _Unsupported: NotImplementedError,
-}
+    kind = NotImplementedError
 
 
 def bad_value(rule: str, **about: object) -> Refusal:
@@ -120,7 +113,7 @@ def public(
                 return function(*args, **kwargs)
             except Refusal as refusal:
                 # Not str(): torch's Dynamo turns that into a repr.
-                text, kind = refusal.args[0], _KINDS[type(refusal)]
+                text, kind = refusal.args[0], type(refusal).kind
                 raise kind(_named(operation or class_of(args[0]), text)) from None
             except TypeError:
                 text = _misfit(inspect.signature(function), args, kwargs)

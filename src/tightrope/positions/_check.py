@@ -10,7 +10,7 @@ from .._errors import bad_type, bad_value, check_dense, describe, public
 from .._tracing import is_readable
 from ._batch import parts, whole
 from ._canonical import Positions, count
-from ._rewrite import explicit
+from ._rewrite import tokens_of, written_out
 
 #: What can be wrong, each with a sentence. `tightrope audit` gives functions that make these faults the same codes.
 FAULTS = {
@@ -155,7 +155,7 @@ class _Log:
 def _of_axes(ids: object) -> torch.Tensor:
     """Return ids ``[axes, rows, tokens]``, in their own dtype."""
     if isinstance(ids, Positions):
-        ids = explicit(ids).ids
+        ids = written_out(ids, tokens_of(ids, None))
     if not isinstance(ids, torch.Tensor) or ids.is_complex():
         raise bad_type(f"ids must be a real tensor or positions but got {describe(ids)}")
     if not is_readable(ids):

@@ -16,7 +16,7 @@ from .._namespace import operators
 from .._tracing import needs_plain
 from ..axes import Axes
 from ..frequencies import RULES, Given, LongRoPE, Rule, length as checked_length
-from ..positions import Positions, PositionsLike, as_positions, check_axes, widened
+from ..positions import Positions, PositionsLike, as_positions, check_axes, written_out
 from ._formulas import Row, constant_row, row_of
 
 
@@ -41,16 +41,6 @@ def cos_sin(
     return (cos, sin) if factor is None else (cos * factor, sin * factor)
 
 
-def _places(where: Positions, tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the position of each token on each axis, ``[axes, rows|1, tokens]``."""
-    ids = where.ids
-    if ids is None:
-        ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
-    ids = ids.detach().to(device)
-    ids = (ids if ids.is_floating_point() else widened(ids)) + where.offset
-    return ids + torch.arange(tokens, device=device) if where.add_index else ids
-
-
 def length_of(where: Positions, tokens: int) -> int | None:
     """Return the largest position plus 1; None without positions."""
     if where.ids is None:
@@ -61,7 +51,7 @@ def length_of(where: Positions, tokens: int) -> int | None:
             "seq_len must be given in compiled code, as the frequencies of this stack depend on the "
             "largest position"
         )
-    places = _places(where, tokens, where.ids.device)
+    places = written_out(where, tokens)
     return math.ceil(places.max()) + 1 if places.numel() else None
 
 
@@ -234,7 +224,9 @@ class Stack:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return :meth:`tables` of frequencies, on their device, for checked arguments."""
         inv_freq, scaling = row.inv_freq, row.attention_scaling
-        at = _places(where, tokens, inv_freq.device).to(inv_freq.dtype)
+        at = (
+            written_out(where, tokens, inv_freq.device).detach().to(inv_freq.device, inv_freq.dtype)
+        )
         if axes is not None:
             at = at[[axis for axis, _, _ in axes.pairs]].movedim(0, -1)
         else:
