@@ -86,14 +86,10 @@ class Frequencies:
 
     def __repr__(self) -> str:
         # Without the 60 digits of each pair.
-        count, ends = len(self.exact), [f"{float(omega)!r}" for omega in self.exact]
-        shown = ", ".join(ends if count < 3 else (ends[0], "…", ends[-1]))
-        noun = "pair" if count == 1 else "pairs"
-        shape = "" if self.shape is None else f" of shape {self.shape}"
-        return (
-            f"Frequencies({count} {noun}{shape}: inv_freq=[{shown}], "
-            f"attention_scaling={self.attention_scaling})"
-        )
+        ends = [repr(float(omega)) for omega in self.exact]
+        shown = ", ".join(ends if len(ends) < 3 else (ends[0], "…", ends[-1]))
+        shape = self.shape or (len(ends),)
+        return f"Frequencies(inv_freq=[{shown}], shape={shape}, attention_scaling={self.attention_scaling})"
 
 
 RULES: dict[str, type[Rule]] = {}
@@ -264,13 +260,10 @@ class Rule(Value):
         {'rule': 'linear', 'factor': 4.0}
         """
         kind = type(self)
-        if not self.names:
+        if not self.names or RULES[self.names[0]] is not kind:
             raise bad_value(
-                f"{kind.__name__} must have names to be saved, such as names = ('mine',)"
-            )
-        if RULES[self.names[0]] is not kind:
-            raise bad_value(
-                f"{kind.__name__} must not be defined anew before its rules are saved; make this rule again"
+                f"{kind.__name__} must have names of its own to be saved, such as names = ('mine',), and must not be "
+                "defined anew before"
             )
         values = map(_listed, self._values())
         return {"rule": self.names[0]} | dict(zip(field_names(type(self)), values, strict=True))
@@ -310,10 +303,10 @@ class Rule(Value):
     def _length(self, least: int = 1) -> None:
         field = "original_max_position"
         length = plain_integer(field, getattr(self, field))
-        if length < least:
-            raise bad_value(f"{field} must be at least {least} but got {length}")
-        if length > LONGEST:
-            raise bad_value(f"{field} must be at most {LONGEST} but got {length}")
+        if not least <= length <= LONGEST:
+            raise bad_value(
+                f"{field} must be at least {least}, at most {LONGEST}, but got {length}"
+            )
         self._set(**{field: length})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from array import array
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -341,11 +340,7 @@ class Words:
         if len(scales) == 1:
             # Filled, because a copy from the host would wait for the device.
             return torch.full((1, 1, 1), scales[0], dtype=torch.float64, device=device)
-        if is_tracing():
-            return torch.tensor(scales, dtype=torch.float64, device=device).view(-1, 1, 1)
-        # torch.tensor takes three times as long for a list.
-        read = torch.frombuffer(array("d", scales), dtype=torch.float64)
-        return read.to(device).view(-1, 1, 1)
+        return torch.tensor(scales, dtype=torch.float64, device=device).view(-1, 1, 1)
 
     def _stretched(self, scale: torch.Tensor, device: torch.device) -> PhaseWords:
         """Compute phase words in float64 for the scales of rows."""

@@ -267,7 +267,7 @@ class Stack:
             seq_len = rule.regime(seq_len)
         if seq_len is not None:
             seq_len = operator.index(seq_len)  # NTK by length needs another graph for each length
-        numbers, *others = constant_row(formula, *spec.constants, seq_len, where, dtypes)
+        numbers, *others = constant_row(formula, *spec.words.constants, seq_len, where, dtypes)
         return Row(torch.tensor(numbers, dtype=kept, device=device), *others)
 
     def _formula(self, rule: Rule | None) -> str:
