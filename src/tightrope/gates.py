@@ -185,21 +185,21 @@ class _ByChannel(Gate):
             rule = f"{name} must have shape {self._shapes.format(kind)}"
             raise bad_value(rule, **{name: values})
 
-    def _wide(self, channels: Channels, dtype: torch.dtype) -> torch.Tensor:
+    def _wide(self, values: torch.Tensor, channels: Channels, dtype: torch.dtype) -> torch.Tensor:
         """Return one value for each channel, in the dtype to compute in."""
-        name, values = self._field, getattr(self, self._field)
         width = channels.head_dim if self.tied is None else channels.pairs
         if not broadcasts(values.shape[-1], width):
             needed = one_or(width, "channel" if self.tied is None else "pair")
             raise bad_value(
-                f"{name} must have {needed} but got {values.shape[-1]}", **{name: as_passed(values)}
+                f"{self._field} must have {needed} but got {values.shape[-1]}",
+                **{self._field: as_passed(values)},
             )
         values = values.to(_compute_dtype(dtype))
         return values if self.tied is None else channels.spread(values)
 
     def _rows(self, channels: Channels, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of a tensor with one or two dimensions, ``[heads|1, channels|1]``."""
-        wide = self._wide(channels, dtype)
+        wide = self._wide(getattr(self, self._field), channels, dtype)
         return wide if wide.dim() == 2 else wide[None]
 
     def _made(self, at: _At) -> torch.Tensor:
@@ -302,8 +302,8 @@ class Given(_ByChannel):
     _shapes: ClassVar[str] = "(tokens, heads, {0}) or (rows, tokens, heads, {0})"
 
     def _made(self, at: _At) -> torch.Tensor:
-        wide = self._wide(at.channels, at.dtype)
-        return (wide if wide.dim() == 4 else wide[None]).transpose(1, 2)
+        log = self.log if self.log.dim() == 4 else self.log[None]
+        return self._wide(log, at.channels, at.dtype).transpose(1, 2)
 
 
 @checked_calls

@@ -234,7 +234,7 @@ def test_a_call_that_does_not_fit_its_cache_leaves_it(changed: dict[str, Any]) -
     vars(cache).update(changed)
     before = dict(vars(cache))
     with pytest.raises((RuntimeError, TypeError)):
-        attention(noise(2, 5, 12), cache=cache)
+        attention(noise(2, 5, 12).float(), cache=cache)
     assert vars(cache) == before
 
 
