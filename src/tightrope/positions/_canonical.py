@@ -193,10 +193,11 @@ def _way(name: str, dtype: torch.dtype) -> str:
     return "" if dtype.is_complex else f"; pass {name}.long()"
 
 
-def count(name: str, value: object, hint: str = "") -> int:
+def count(name: str, value: object, hint: str = "", least: int = 0) -> int:
     number = integer(name, value, hint)
-    if number < 0:
-        raise bad_value(f"{name} must not be negative but got {number}")
+    if number < least:
+        rule = f"be at least {least}" if least else "not be negative"
+        raise bad_value(f"{name} must {rule} but got {number}")
     return number
 
 

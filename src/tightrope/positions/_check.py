@@ -105,8 +105,7 @@ def check(
     """
     given = _of_axes(ids)
     log = _Log()
-    if length is not None and (length := count("length", length)) < 1:
-        raise bad_value(f"length must be at least 1 but got {length}")
+    length = None if length is None else count("length", length, least=1)
     types = None if token_types is None else whole("token_types", token_types)
     if attention_mask is not None and given.shape[1] == 1:
         given = given.expand(-1, len(whole("attention_mask", attention_mask)), -1)

@@ -146,9 +146,7 @@ def shard(
     [[[2, 3, 4, 5]]]
     """
     where = as_positions(positions)
-    size, rank = count("size", size), integer("rank", rank)
-    if size < 1:
-        raise bad_value(f"size must be at least 1 but got {size}")
+    size, rank = count("size", size, least=1), integer("rank", rank)
     if not 0 <= rank < size:
         raise bad_value(f"rank must lie in [0, {size}) for size {size} but got {rank}")
     if kind not in ("contiguous", "zigzag"):
