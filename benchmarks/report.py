@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ DRAWN = (OURS, "eager", "compiled eager")
 
 def new(suite: str, command: str, runs: int) -> Document:
     """Return the document of a suite that is measured here, without results yet."""
-    here = asdict(read_environment())
+    here = read_environment()
     how = {"command": command, "tree": here["commit"], "date": here["date"], "runs": runs}
     return {
         "machine": {key: here[key] for key in _MACHINE},

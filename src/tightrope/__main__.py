@@ -1,11 +1,8 @@
 """`python -m tightrope`: the versions, backends and hardware here, for reports of bugs."""
 
 import sys
-from importlib.util import find_spec
 
-from .environment import read_environment
-
-TOOLS = ("matplotlib", "safetensors")
+from .environment import read_environment, rows
 
 
 def main() -> int:
@@ -13,19 +10,8 @@ def main() -> int:
     if sys.argv[1:]:
         sys.stderr.write("python -m tightrope takes no arguments; it prints the environment.\n")
         return 2
-    rows = read_environment().rows()
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:{width}}  {text}" for name, text in rows]
-    missing = [name for name in TOOLS if find_spec(name) is None]
-    lines.append("")
-    if missing:
-        lines.append(
-            "The command `tightrope` (inspect, audit, convert, detect) needs more packages: "
-            "pip install 'tightrope[tools]'"
-        )
-    else:
-        lines.append("Tools: tightrope --help")
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.writelines(f"{name:20} {text}\n" for name, text in rows(read_environment()))
+    sys.stdout.write("\nTools: pip install 'tightrope[tools]', then tightrope --help\n")
     return 0
 
 

@@ -17,7 +17,7 @@ import numbers
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 
@@ -39,31 +39,24 @@ class Refusal(Exception):
         ways: ways to mend the input, from which advice is made: when each is right, and what then holds.
     """
 
+    kind: ClassVar[type[Exception]]  # that the user gets
     ways: tuple[tuple[str, Any], ...] = ()
 
 
 class _BadValue(Refusal, ValueError):
-    pass
+    kind = ValueError
 
 
 class _BadType(Refusal, TypeError):
-    pass
+    kind = TypeError
 
 
 class _BadIndex(Refusal, IndexError):
-    pass
+    kind = IndexError
 
 
 class _Unsupported(Refusal, NotImplementedError):
-    pass
-
-
-_KINDS: dict[type[Refusal], type[Exception]] = {
-    _BadValue: ValueError,
-    _BadType: TypeError,
-    _BadIndex: IndexError,
-    _Unsupported: NotImplementedError,
-}
+    kind = NotImplementedError
 
 
 def bad_value(rule: str, **about: object) -> Refusal:
@@ -120,7 +113,7 @@ def public(
                 return function(*args, **kwargs)
             except Refusal as refusal:
                 # Not str(): torch's Dynamo turns that into a repr.
-                text, kind = refusal.args[0], _KINDS[type(refusal)]
+                text, kind = refusal.args[0], type(refusal).kind
                 raise kind(_named(operation or class_of(args[0]), text)) from None
             except TypeError:
                 text = _misfit(inspect.signature(function), args, kwargs)
@@ -166,10 +159,11 @@ def _misfit(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
         pass
     else:
         return ""
-    own = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+    stated = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    own = [one for one in stated if one.name not in ("self", "cls")]
     bare = [one.name for one in own if one.kind is not one.KEYWORD_ONLY]
     named = [one.name for one in own if one.kind is not one.POSITIONAL_ONLY]
-    count = len(args) - (len(signature.parameters) - len(own))
+    count = len(args) - (len(stated) - len(own))
     unknown = [name for name in kwargs if name not in named]
     if unknown:
         like = [_OURS.get(unknown[0], ""), *difflib.get_close_matches(unknown[0], named)]
@@ -314,6 +308,19 @@ def real(name: str, value: object, hint: str = "") -> float:
     number = as_real(value)
     if number is None:
         raise bad_type(f"{name} must be a number but got {describe(value)}{hint}")
+    return number
+
+
+def positive(name: str, value: object, zero: bool = False, hint: str = "") -> float:
+    """Check that a number is finite and positive (or 0, if ``zero``), and return it as a float.
+
+    >>> positive("factor", 2)
+    2.0
+    """
+    number = real(name, value, hint)
+    if not (0.0 < number < math.inf or (zero and number == 0.0)):
+        rule = "at least 0" if zero else "positive"
+        raise bad_value(f"{name} must be {rule} and finite but got {value}")
     return number
 
 

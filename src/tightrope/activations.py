@@ -23,8 +23,8 @@ from ._errors import (
     check_place,
     check_tensor,
     describe,
+    positive,
     public,
-    real,
 )
 from ._parts import Take
 from ._tracing import broadcasts
@@ -83,8 +83,7 @@ class RMSNorm:
         hint = ""
         if self.eps is None:
             hint = "; None of torch.nn.RMSNorm is torch.finfo(torch.float32).eps, in 16 bits too"
-        if not 0.0 <= real("eps", self.eps, hint) < math.inf:
-            raise bad_value(f"eps must be finite and at least 0 but got {self.eps}")
+        positive("eps", self.eps, zero=True, hint=hint)
         check_flag("unit_offset", self.unit_offset)
 
     def factors(self, name: str, x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -7,9 +7,10 @@ from the rule of a spec, the coordinates from positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from ._errors import bad_type, bad_value, check_flag, plain_integer, public
 from ._value import Value, checked_calls
@@ -190,16 +191,16 @@ class Axes(Value):
         for axis, _, _ in self.pairs:
             sizes[axis] += 1
         one, total = tuple(sizes), len(self.pairs)
-        calls: dict[str, Callable[[], Axes]] = {
-            f"Axes.sections({one})": lambda: Axes.sections(one),
-            f"Axes.blocks({one})": lambda: Axes.blocks(one),
-            f"Axes.strided({self.count}, pairs={total})": lambda: Axes.strided(self.count, total),
-            f"Axes.sections({one}, interleaved=True)": lambda: Axes.sections(one, interleaved=True),
-        }
-        for text, make in calls.items():
+        calls: list[tuple[Any, ...]] = [
+            ("sections", one),
+            ("blocks", one),
+            ("strided", self.count, total),
+            ("sections", one, True),
+        ]
+        for name, *given in calls:
             with suppress(ValueError):  # sizes that cannot be strided or interleaved
-                if self == make():
-                    return text
+                if self == getattr(Axes, name)(*given):
+                    return f"Axes.{name}({', '.join(map(repr, given))})"
         return f"Axes(count={self.count}, pairs={self.pairs})"
 
 

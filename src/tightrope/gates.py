@@ -27,6 +27,7 @@ from ._errors import (
     check_tensor,
     describe,
     one_or,
+    positive,
     public,
     real,
 )
@@ -150,8 +151,8 @@ class Scalar(Gate):
             check_tensor("value", self.value, "a floating tensor", sharded=True)
             if self.value.dim():
                 raise bad_value("value must have shape ()", value=self.value)
-        elif _number("value", self.value) <= 0:
-            raise bad_value(f"value must be positive but got {self.value}")
+        else:
+            positive("value", self.value)
 
     def _made(self, at: _At) -> torch.Tensor:
         device = torch.device("cpu") if at.positions is None else at.positions.device
@@ -165,9 +166,49 @@ class Scalar(Gate):
         return torch.full((1, 1, 1, 1), math.log(self.value), dtype=inside, device=device)
 
 
+class _ByChannel(Gate):
+    """A gate with one tensor: a value for each head and channel, or with ``tied="pair"`` for each pair."""
+
+    tied: str | None = None
+    _field: ClassVar[str]
+    _dims: ClassVar[tuple[int, int]] = (1, 2)
+    _shapes: ClassVar[str] = "({0},) or (heads, {0})"
+
+    @public()
+    def __post_init__(self) -> None:
+        name, values = self._field, getattr(self, self._field)
+        check_tensor(name, values, "a floating tensor", sharded=True)
+        if self.tied not in (None, "pair"):
+            raise bad_value(f"tied must be None or 'pair' but got {self.tied!r}")
+        if values.dim() not in self._dims:
+            kind = "channels" if self.tied is None else "pairs"
+            rule = f"{name} must have shape {self._shapes.format(kind)}"
+            raise bad_value(rule, **{name: values})
+
+    def _wide(self, values: torch.Tensor, channels: Channels, dtype: torch.dtype) -> torch.Tensor:
+        """Return one value for each channel, in the dtype to compute in."""
+        width = channels.head_dim if self.tied is None else channels.pairs
+        if not broadcasts(values.shape[-1], width):
+            needed = one_or(width, "channel" if self.tied is None else "pair")
+            raise bad_value(
+                f"{self._field} must have {needed} but got {values.shape[-1]}",
+                **{self._field: as_passed(values)},
+            )
+        values = values.to(_compute_dtype(dtype))
+        return values if self.tied is None else channels.spread(values)
+
+    def _rows(self, channels: Channels, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of a tensor with one or two dimensions, ``[heads|1, channels|1]``."""
+        wide = self._wide(getattr(self, self._field), channels, dtype)
+        return wide if wide.dim() == 2 else wide[None]
+
+    def _made(self, at: _At) -> torch.Tensor:
+        return self._rows(at.channels, at.dtype)[None, :, None]
+
+
 @checked_calls
 @dataclass(frozen=True, eq=False)
-class Exp(Gate):
+class Exp(_ByChannel):
     """exp(γ), for each head and channel.
 
     Args:
@@ -183,18 +224,12 @@ class Exp(Gate):
     gamma: torch.Tensor
     tied: str | None = None
     axes: ClassVar[_Axes] = {"gamma": ("head", None)}
-
-    @public("Exp")
-    def __post_init__(self) -> None:
-        _check_rows("gamma", self.gamma, self.tied)
-
-    def _made(self, at: _At) -> torch.Tensor:
-        return _by_rows(_widened("gamma", self.gamma, self.tied, at))
+    _field: ClassVar[str] = "gamma"
 
 
 @checked_calls
 @dataclass(frozen=True, eq=False)
-class Factor(Gate):
+class Factor(_ByChannel):
     """A factor of any sign, for each head and channel: such as the weight of a norm after the rotation.
 
     A rotation keeps the length of a head, so that norm(R x) · w is w · R · norm(x), with the norm without a weight, if
@@ -209,19 +244,13 @@ class Factor(Gate):
 
     value: torch.Tensor
     axes: ClassVar[_Axes] = {"value": ("head", None)}
+    _field: ClassVar[str] = "value"
     signed: ClassVar[bool] = True
-
-    @public("Factor")
-    def __post_init__(self) -> None:
-        _check_rows("value", self.value, None)
-
-    def _made(self, at: _At) -> torch.Tensor:
-        return _by_rows(_widened("value", self.value, None, at))
 
 
 @checked_calls
 @dataclass(frozen=True, eq=False)
-class Slope(Gate):
+class Slope(_ByChannel):
     """exp(slope · position): a factor that grows or shrinks along the positions.
 
     Args:
@@ -236,11 +265,8 @@ class Slope(Gate):
     slope: torch.Tensor
     tied: str | None = None
     axes: ClassVar[_Axes] = {"slope": ("head", None)}
+    _field: ClassVar[str] = "slope"
     by_position: ClassVar[bool] = True
-
-    @public("Slope")
-    def __post_init__(self) -> None:
-        _check_rows("slope", self.slope, self.tied)
 
     def _made(self, at: _At) -> torch.Tensor:
         where = by_head(_required(at.positions).to(_compute_dtype(at.dtype)), 1)
@@ -250,14 +276,12 @@ class Slope(Gate):
     def rates(self, channels: Channels, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the growth of the logarithm per position, ``[heads|1, channels|1]``; arguments as in
         :meth:`Gate.log_factor`."""
-        at = _At(channels, None, dtype)
-        rates = _widened("slope", self.slope, self.tied, at)
-        return rates if rates.dim() == 2 else rates[None]
+        return self._rows(channels, dtype)
 
 
 @checked_calls
 @dataclass(frozen=True, eq=False)
-class Given(Gate):
+class Given(_ByChannel):
     """exp(g), for a given g: one value for each token of the call, each head and each channel.
 
     Args:
@@ -272,20 +296,14 @@ class Given(Gate):
     log: torch.Tensor
     tied: str | None = None
     axes: ClassVar[_Axes] = {"log": ("row", "token", "head", None)}
+    _field: ClassVar[str] = "log"
 
-    @public("Given")
-    def __post_init__(self) -> None:
-        check_tensor("log", self.log, "a floating tensor", sharded=True)
-        _check_tied(self.tied)
-        if self.log.dim() not in (3, 4):
-            raise bad_value(
-                "log must have shape (tokens, heads, channels) or (rows, tokens, heads, channels)",
-                log=self.log,
-            )
+    _dims: ClassVar[tuple[int, int]] = (3, 4)
+    _shapes: ClassVar[str] = "(tokens, heads, {0}) or (rows, tokens, heads, {0})"
 
     def _made(self, at: _At) -> torch.Tensor:
         log = self.log if self.log.dim() == 4 else self.log[None]
-        return _widened("log", log, self.tied, at).transpose(1, 2)
+        return self._wide(log, at.channels, at.dtype).transpose(1, 2)
 
 
 @checked_calls
@@ -322,11 +340,10 @@ class XPos(Gate):
 
     @public("XPos")
     def __post_init__(self) -> None:
-        _number("centre", self.centre)
-        for name in ("scale_base", "smoothing"):
-            value = _number(name, getattr(self, name))
-            if value <= 0:
-                raise bad_value(f"{name} must be positive but got {value}")
+        if not math.isfinite(real("centre", self.centre)):
+            raise bad_value(f"centre must be finite but got {self.centre}")
+        positive("scale_base", self.scale_base)
+        positive("smoothing", self.smoothing)
 
     def for_keys(self) -> Gate:
         """Return the inverse gate."""
@@ -480,40 +497,3 @@ def _required(positions: torch.Tensor | None) -> torch.Tensor:
     if positions is None:
         raise bad_value("positions must be given but got None")
     return positions
-
-
-def _by_rows(wide: torch.Tensor) -> torch.Tensor:
-    """View values ``(channels,)`` or ``(heads, channels)`` as ``[1, heads|1, 1, channels]``."""
-    return wide.reshape(1, wide.shape[0] if wide.dim() == 2 else 1, 1, wide.shape[-1])
-
-
-def _widened(name: str, values: torch.Tensor, tied: str | None, at: _At) -> torch.Tensor:
-    """Return values ``(…, channels|1)``, or with "pair" ``(…, pairs|1)``, as one for each channel."""
-    width = at.channels.head_dim if tied is None else at.channels.pairs
-    if not broadcasts(values.shape[-1], width):
-        needed = one_or(width, "channel" if tied is None else "pair")
-        raise bad_value(
-            f"{name} must have {needed} but got {values.shape[-1]}", **{name: as_passed(values)}
-        )
-    values = values.to(_compute_dtype(at.dtype))
-    return values if tied is None else at.channels.spread(values)
-
-
-def _check_rows(name: str, values: object, tied: object) -> None:
-    check_tensor(name, values, "a floating tensor", sharded=True)
-    _check_tied(tied)
-    if isinstance(values, torch.Tensor) and values.dim() not in (1, 2):
-        kind = "channels" if tied is None else "pairs"
-        raise bad_value(f"{name} must have shape ({kind},) or (heads, {kind})", **{name: values})
-
-
-def _check_tied(tied: object) -> None:
-    if tied not in (None, "pair"):
-        raise bad_value(f"tied must be None or 'pair' but got {tied!r}")
-
-
-def _number(name: str, value: object) -> float:
-    number = real(name, value)
-    if not math.isfinite(number):
-        raise bad_value(f"{name} must be finite but got {number}")
-    return number

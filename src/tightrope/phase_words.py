@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from ._tracing import Constant, value_of
 from .angles import words_of
 from .axes import Axes
 from .frequencies import Frequencies, Rule
+
+T = TypeVar("T")
 
 
 class PhaseWords(NamedTuple):
@@ -72,18 +75,21 @@ def _cached(
     flat = words_of(result)
     amplitude_hex = result.attention_scaling.hex()
     count, heads, pairs = (1, 1, *(result.shape or (len(result.exact),)))[-3:]
+    shape = count if axes is None else axes.count, heads, pairs
+    words, turns = by_axis(axes, flat.words), by_axis(axes, flat.turns)
+    return HostWords(words, turns, shape, amplitude_hex)
+
+
+def by_axis(axes: Axes | None, values: Sequence[T]) -> tuple[T | int, ...]:
+    """Return the values of all pairs for each axis, with zeros for the axes that a pair does not belong to."""
     if axes is None:
-        return HostWords(flat.words, flat.turns, (count, heads, pairs), amplitude_hex)
-    owners = [owner for owner, _, _ in axes.pairs] * heads
-    words, turns = (
-        tuple(
-            value if axis == owner else 0
-            for axis in range(axes.count)
-            for owner, value in zip(owners, values, strict=True)
-        )
-        for values in (flat.words, flat.turns)
+        return tuple(values)
+    owners = [owner for owner, _, _ in axes.pairs]
+    return tuple(
+        value if axis == owners[index % len(owners)] else 0
+        for axis in range(axes.count)
+        for index, value in enumerate(values)
     )
-    return HostWords(words, turns, (axes.count, heads, pairs), amplitude_hex)
 
 
 @lru_cache(maxsize=512)

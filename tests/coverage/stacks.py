@@ -404,7 +404,13 @@ def table() -> str:
     """Return the table of all stacks for docs/parity.md."""
     rows = []
     for stack in map(stacks.get, stacks.names()):
-        rules = ", ".join(sorted(each.__name__ for each in stack.rules if each is not None))
+        rules = ", ".join(
+            sorted(
+                frequencies.RULES[name].__name__
+                for name in stack.rules
+                if name in frequencies.RULES
+            )
+        )
         kept = "the dtype of x" if stack.table_dtype is None else "float32"
         rounding = ", ".join(dict.fromkeys(stack.rounding))
         facts = stack.verified, stack.about, kept, rounding, rules or "none", stack.source

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeAlias
 
 import torch
 
-from .._errors import bad_type, bad_value, check_tensor, public
+from .._errors import bad_type, bad_value, check_tensor, positive, public
 from .._value import checked_calls
 from ._row import default
-from ._rule import Frequencies, Rule, number
+from ._rule import Frequencies, Rule
 
 Nested: TypeAlias = (
     "tuple[float, ...] | tuple[tuple[float, ...], ...] | tuple[tuple[tuple[float, ...], ...], ...]"
@@ -104,7 +105,7 @@ class LongRoPE(Rule):
         values = getattr(self, field)
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise bad_type(f"{field} must be a sequence of numbers but got {values!r}")
-        return tuple(number(f"{field}[{k}]", value) for k, value in enumerate(values))
+        return tuple(positive(f"{field}[{k}]", value) for k, value in enumerate(values))
 
     def regime(self, seq_len: int | None) -> int | None:
         """Return None up to the original length, and the same number for all longer lengths."""
@@ -201,8 +202,10 @@ class Given(Rule):
             raise bad_value(
                 f"inv_freq must have one number per pair, {rotary_dim // 2}, but got {shape[-1]}"
             )
-        exact = tuple(Decimal(omega) for omega in _flat(self.inv_freq))
-        return Frequencies(exact, 1.0, None if len(shape) == 1 else shape)
+        flat: Iterable[Any] = self.inv_freq
+        for _ in shape[1:]:
+            flat = itertools.chain.from_iterable(flat)
+        return Frequencies(tuple(map(Decimal, flat)), 1.0, None if len(shape) == 1 else shape)
 
 
 def _frozen(values: Any) -> Any:
@@ -228,11 +231,3 @@ def _shape_of(nested: Any) -> tuple[int, ...]:
     if len(shapes) > 1:
         raise bad_value(f"inv_freq must be nested evenly but got parts of shapes {sorted(shapes)}")
     return (len(nested), *(shapes.pop() if shapes else ()))
-
-
-def _flat(nested: Any) -> Iterator[float]:
-    if isinstance(nested, tuple):
-        for part in nested:
-            yield from _flat(part)
-    else:
-        yield nested

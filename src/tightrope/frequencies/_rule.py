@@ -18,8 +18,8 @@ from .._errors import (
     describe,
     integer,
     plain_integer,
+    positive,
     public,
-    real,
     unsupported,
 )
 from .._value import Value, dictionary, field_names, from_fields
@@ -86,14 +86,10 @@ class Frequencies:
 
     def __repr__(self) -> str:
         # Without the 60 digits of each pair.
-        count, ends = len(self.exact), [f"{float(omega)!r}" for omega in self.exact]
-        shown = ", ".join(ends if count < 3 else (ends[0], "…", ends[-1]))
-        noun = "pair" if count == 1 else "pairs"
-        shape = "" if self.shape is None else f" of shape {self.shape}"
-        return (
-            f"Frequencies({count} {noun}{shape}: inv_freq=[{shown}], "
-            f"attention_scaling={self.attention_scaling})"
-        )
+        ends = [repr(float(omega)) for omega in self.exact]
+        shown = ", ".join(ends if len(ends) < 3 else (ends[0], "…", ends[-1]))
+        shape = self.shape or (len(ends),)
+        return f"Frequencies(inv_freq=[{shown}], shape={shape}, attention_scaling={self.attention_scaling})"
 
 
 RULES: dict[str, type[Rule]] = {}
@@ -188,7 +184,7 @@ class Rule(Value):
         rotary_dim = integer("rotary_dim", rotary_dim)
         if rotary_dim < 0 or rotary_dim % 2:
             raise bad_value(f"rotary_dim must be even and not negative but got {rotary_dim}")
-        return _made(self, rotary_dim, number("base", base), regime)
+        return _made(self, rotary_dim, positive("base", base), regime)
 
     def regime(self, seq_len: int | None) -> int | None:
         """Map a length to a representative one: lengths with equal results have equal frequencies.
@@ -264,13 +260,10 @@ class Rule(Value):
         {'rule': 'linear', 'factor': 4.0}
         """
         kind = type(self)
-        if not self.names:
+        if not self.names or RULES[self.names[0]] is not kind:
             raise bad_value(
-                f"{kind.__name__} must have names to be saved, such as names = ('mine',)"
-            )
-        if RULES[self.names[0]] is not kind:
-            raise bad_value(
-                f"{kind.__name__} must not be defined anew before its rules are saved; make this rule again"
+                f"{kind.__name__} must have names of its own to be saved, such as names = ('mine',), and must not be "
+                "defined anew before"
             )
         values = map(_listed, self._values())
         return {"rule": self.names[0]} | dict(zip(field_names(type(self)), values, strict=True))
@@ -304,16 +297,16 @@ class Rule(Value):
         for field in fields:
             value = getattr(self, field)
             if value is not None or not optional:
-                self._set(**{field: number(field, value, zero)})
+                self._set(**{field: positive(field, value, zero)})
 
     @public()
     def _length(self, least: int = 1) -> None:
         field = "original_max_position"
         length = plain_integer(field, getattr(self, field))
-        if length < least:
-            raise bad_value(f"{field} must be at least {least} but got {length}")
-        if length > LONGEST:
-            raise bad_value(f"{field} must be at most {LONGEST} but got {length}")
+        if not least <= length <= LONGEST:
+            raise bad_value(
+                f"{field} must be at least {least}, at most {LONGEST}, but got {length}"
+            )
         self._set(**{field: length})
 
 
@@ -343,15 +336,6 @@ def _check_class(kind: type[Rule]) -> None:
     params = getattr(kind, "__dataclass_params__", None)
     if params is None or not params.frozen:
         raise bad_type(f"{kind.__name__} must be decorated with @dataclass(frozen=True)")
-
-
-def number(field: str, value: object, zero: bool = False) -> float:
-    """Check that a value is finite and positive (or 0, if ``zero``); return it as a float."""
-    number = real(field, value)
-    if not (0.0 < number < math.inf or (zero and number == 0.0)):
-        rule = "at least 0" if zero else "positive"
-        raise bad_value(f"{field} must be {rule} and finite but got {value}")
-    return number
 
 
 def _listed(value: Any) -> Any:

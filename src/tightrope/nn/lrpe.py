@@ -7,14 +7,11 @@ from typing import Any
 import torch
 
 from .. import functional
-from .._errors import bad_value, check_flag, check_type, describe, integer, public, real
-from ..activations import ACTS, RMS_NORM, SOFTMAX
+from .._errors import bad_value, check_flag, check_type, describe, positive, public
+from ..activations import ACTS, RMS_NORM
 from ..channels import Channels
 from ..ops.checks import check_count, check_dtype
 from ..positions import Positions
-
-# Values of `per`: θ has one number for each of these.
-_PER = ("head and pair", "pair", "head")
 
 
 class LrpeRotate1d(torch.nn.Module):
@@ -33,9 +30,8 @@ class LrpeRotate1d(torch.nn.Module):
         per: θ has one number per "head and pair" ``(num_heads, pairs)``, per "pair" ``(pairs,)`` or
             per "head" ``(num_heads,)``. By default "head and pair", or "pair" if ``num_heads``
             is None.
-        pairs: number of pairs that rotate; rotary_dim / 2 if None.
-        act, dim, start, rotary_dim: see :func:`tightrope.functional.lrpe_rotate_1d`; act must be a
-            name.
+        act, dim, start, rotary_dim: see :func:`tightrope.functional.lrpe_rotate_1d`, which checks dim;
+            act must be a name.
         base: base of the initial θ; positive.
         learnable: whether θ requires grad.
         device, dtype: device and dtype of θ.
@@ -60,7 +56,6 @@ class LrpeRotate1d(torch.nn.Module):
         num_heads: int | None = None,
         *,
         per: str | None = None,
-        pairs: int | None = None,
         act: str = "none",
         dim: int | None = None,
         start: int = 0,
@@ -72,23 +67,30 @@ class LrpeRotate1d(torch.nn.Module):
     ) -> None:
         super().__init__()
         channels = Channels.checked(head_dim, rotary_dim, start, False)
-        every = channels.rotary_dim // 2
-        if per is None:
-            per = "pair" if num_heads is None else "head and pair"
-        _check_options(num_heads, per, pairs, every, act, dim, base)
-        self.head_dim, self.num_heads, self.per = channels.head_dim, num_heads, per
-        self.start, self.rotary_dim = channels.start, channels.rotary_dim
-        self.pairs = every if pairs is None else pairs
-        self.act, self.dim, self.base = act, dim, base
-        shapes: dict[str, tuple[Any, ...]] = {
-            "head and pair": (num_heads, self.pairs),
-            "pair": (self.pairs,),
+        if num_heads is not None:
+            check_count("num_heads", num_heads)
+        shapes = {
+            "head and pair": (num_heads, channels.pairs),
+            "pair": (channels.pairs,),
             "head": (num_heads,),
         }
+        if per is None:
+            per = "pair" if num_heads is None else "head and pair"
+        if per not in [*shapes]:
+            raise bad_value(f"per must be one of {', '.join(map(repr, shapes))} but got {per!r}")
+        shape: Any = shapes[per]
+        if None in shape:
+            raise bad_value(f"num_heads must be given for per={per!r} but is None")
+        if not isinstance(act, str) or act not in ACTS[:RMS_NORM]:
+            names = ", ".join(ACTS[:RMS_NORM])
+            raise bad_value(f"act must be one of {names} but got {describe(act)}")
+        self.head_dim, self.num_heads, self.per = channels.head_dim, num_heads, per
+        self.start, self.rotary_dim = channels.start, channels.rotary_dim
+        self.act, self.dim, self.base = act, dim, positive("base", base)
         check_dtype(dtype)
         check_flag("learnable", learnable)
         self.theta = torch.nn.Parameter(
-            torch.empty(shapes[per], device=device, dtype=dtype), requires_grad=learnable
+            torch.empty(shape, device=device, dtype=dtype), requires_grad=learnable
         )
         self.reset_parameters()
 
@@ -142,42 +144,6 @@ class LrpeRotate1d(torch.nn.Module):
             parts["dim"] = self.dim
         if self.start or self.rotary_dim != self.head_dim:
             parts |= {"start": self.start, "rotary_dim": self.rotary_dim}
-        if self.pairs != self.rotary_dim // 2:
-            parts["pairs"] = self.pairs
         options = ", ".join(f"{key}={value!r}" for key, value in parts.items())
         frozen = "" if self.theta.requires_grad else ", learnable=False"
         return f"{self.head_dim}, {options}, base={self.base:g}{frozen}"
-
-
-def _check_options(
-    num_heads: object,
-    per: object,
-    pairs: object,
-    every: int,
-    act: object,
-    dim: object,
-    base: object,
-) -> None:
-    if num_heads is not None:
-        check_count("num_heads", num_heads)
-    if per not in _PER:
-        raise bad_value(f"per must be one of {', '.join(map(repr, _PER))} but got {per!r}")
-    if num_heads is None and per != "pair":
-        raise bad_value(f"num_heads must be given for per={per!r} but is None")
-    if pairs is not None:
-        if per == "head":
-            raise bad_value(
-                f"pairs must be None for per='head', where all pairs rotate, but got {pairs}"
-            )
-        check_count("pairs", pairs)
-        if isinstance(pairs, int) and pairs > every:
-            raise bad_value(f"pairs must be at most {every} but got {pairs}")
-    if not isinstance(act, str) or act not in ACTS[:RMS_NORM]:
-        raise bad_value(f"act must be one of {', '.join(ACTS[:RMS_NORM])} but got {describe(act)}")
-    if dim is not None:
-        integer("dim", dim)
-    if dim not in ((-1, 1) if act == ACTS[SOFTMAX] else (None,)):
-        wanted = "-1 or 1" if act == ACTS[SOFTMAX] else "None"
-        raise bad_value(f"dim must be {wanted} for act {act!r} but got {dim!r}")
-    if not 0 < real("base", base) < float("inf"):
-        raise bad_value(f"base must be positive and finite but got {base}")

@@ -18,8 +18,6 @@ from .._errors import (
     sentence,
 )
 from .._rounding import RoundingLike, rounding_pair
-from ..axes import Axes
-from ..frequencies import Rule
 from ..ops.checks import layout_named
 from ..positions import PositionsLike, as_positions
 from ..spec import PreparedRotation, Rope, RopeSpec, SeqLen, prepared
@@ -88,14 +86,14 @@ class RotaryEmbedding(_Rotary):
 
     Args:
         spec: a :class:`tightrope.RopeSpec`, or the number of channels of a head, for a spec with the
-            following options. All other arguments are given by name.
-        base, rotary_dim, start, interleaved, scaling, axes: see :class:`tightrope.RopeSpec`; left out
-            if ``spec`` is one.
+            other options. All other arguments are given by name.
         layout: the layout of q and k, see :func:`tightrope.rotate_qk`.
         learnable: whether the frequencies are a parameter, in float32, that starts at those of the spec.
             Not for frequencies that depend on the length or on several axes. A cast of the module to 16
             bits rounds it, and calls warn of that.
         device: device of the parameter.
+        options: base, rotary_dim, start, interleaved, scaling and axes of :class:`tightrope.RopeSpec`;
+            left out if ``spec`` is one.
 
     Attributes:
         spec: the :class:`tightrope.RopeSpec`.
@@ -114,38 +112,21 @@ class RotaryEmbedding(_Rotary):
     """
 
     @public()
-    def __init__(  # noqa: PLR0913  (one argument for each option)
+    def __init__(
         self,
         spec: RopeSpec | int,
         *,
-        base: float = 10000.0,
-        rotary_dim: int | None = None,
-        start: int = 0,
-        interleaved: bool = False,
-        scaling: Rule | None = None,
-        axes: Axes | None = None,
         layout: str = "bhsd",
         learnable: bool = False,
         device: torch.device | str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        options: dict[str, Any] = {
-            "base": base,
-            "rotary_dim": rotary_dim,
-            "start": start,
-            "interleaved": interleaved,
-            "scaling": scaling,
-            "axes": axes,
-        }
         if not isinstance(spec, RopeSpec):
             spec = RopeSpec(spec, **options)
-        elif any(
-            isinstance(one, torch.Tensor) or one != default
-            for one, default in zip(options.values(), (10000.0, None, 0, False, None, None))
-        ):
+        elif options:
             raise bad_value(
-                "base, rotary_dim, start, interleaved, scaling and axes must be left out with a "
-                f"RopeSpec, which has them, but got {spec} and others"
+                f"{', '.join(options)} must be left out with a RopeSpec, which has its own, but got {spec} too"
             )
         layout_named(layout)
         check_flag("learnable", learnable)

@@ -22,7 +22,6 @@ from ._canonical import (
     PositionsLike as PositionsLike,
     as_positions as as_positions,
     check_axes as check_axes,
-    widened as widened,
 )
 from ._check import Finding as Finding, Report as Report, check as check
 from ._line import (
@@ -31,7 +30,12 @@ from ._line import (
     per_head as per_head,
     per_row as per_row,
 )
-from ._rewrite import concatenate as concatenate, explicit as explicit, shard as shard
+from ._rewrite import (
+    concatenate as concatenate,
+    explicit as explicit,
+    shard as shard,
+    written_out as written_out,
+)
 from ._space import (
     Segment as Segment,
     grid as grid,

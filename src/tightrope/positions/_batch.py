@@ -199,9 +199,7 @@ def _grids(name: str, sizes: Any, merge: tuple[int, int]) -> list[tuple[int, int
     """Return the sizes of grids in cells: after merging patches, in time, and in height and width."""
     if sizes is None:
         return []
-    time, space = (count("merge", each) for each in merge)
-    if not space:
-        raise bad_value("merge must be at least 1 but got 0")
+    time, space = (count("merge", each, least=1) for each in merge)
     sizes, merged = _listed(name, sizes), []
     if not isinstance(sizes, Iterable):
         raise bad_type(f"{name} must be a tensor (number, 3) or a sequence but got {sizes!r}")

@@ -56,17 +56,13 @@ class Positions:
         # FSDP2 casts floating tensors in dataclasses that are inputs of a module.
         hint = "; a wrapper of the model, such as one for mixed precision, may have cast them"
         check_dtype(self.ids, "ids", sharded=True, hint=hint)
-        if self.add_index:
-            fits = self.ids.dim() == 3 and self.ids.shape[2] == 1
-        else:
-            fits = self.ids.dim() in (3, 4)
-        if not fits:
-            shape = (
-                "(axes, rows, 1) with add_index=True"
-                if self.add_index
-                else "(axes, rows, tokens) or (axes, rows, tokens, heads)"
+        dims = (3,) if self.add_index else (3, 4)
+        if self.ids.dim() not in dims or (self.add_index and self.ids.shape[2] != 1):
+            raise bad_value(
+                "ids must have shape (axes, rows, tokens) or (axes, rows, tokens, heads), or (axes, rows, 1) "
+                "with add_index=True",
+                ids=self.ids,
             )
-            raise bad_value(f"ids must have shape {shape}", ids=self.ids)
 
     @property
     def axes(self) -> int:
@@ -197,10 +193,11 @@ def _way(name: str, dtype: torch.dtype) -> str:
     return "" if dtype.is_complex else f"; pass {name}.long()"
 
 
-def count(name: str, value: object, hint: str = "") -> int:
+def count(name: str, value: object, hint: str = "", least: int = 0) -> int:
     number = integer(name, value, hint)
-    if number < 0:
-        raise bad_value(f"{name} must not be negative but got {number}")
+    if number < least:
+        rule = f"be at least {least}" if least else "not be negative"
+        raise bad_value(f"{name} must {rule} but got {number}")
     return number
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from .._errors import bad_type, bad_value, check_dense, describe, public
 from .._tracing import is_readable
 from ._batch import parts, whole
 from ._canonical import Positions, count
-from ._rewrite import explicit
+from ._rewrite import tokens_of, written_out
 
 #: What can be wrong, each with a sentence. `tightrope audit` gives functions that make these faults the same codes.
 FAULTS = {
@@ -77,7 +76,6 @@ def check(
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     token_types: torch.Tensor | None = None,
-    spec: Any = None,
     length: int | None = None,
 ) -> Report:
     """Report what looks wrong about position ids of whole sequences, and where.
@@ -92,8 +90,6 @@ def check(
         attention_mask: ``(rows, tokens)``: 0 or false for padding. Packed rows number their sequences: 1, 2, ….
         cu_seqlens: int32 or int64 ``(sequences + 1,)``, instead of a mask: the packed sequences of a single row.
         token_types: integers like ids of one axis: 0 for text, other numbers for images and videos.
-        spec: the :class:`~tightrope.RopeSpec` of the model. It tells the number of axes, and, where its scaling states
-            a length and a factor, how many positions there are.
         length: number of positions that the model was trained for, or that its tables have.
 
     Returns:
@@ -109,15 +105,7 @@ def check(
     """
     given = _of_axes(ids)
     log = _Log()
-    if length is not None and (length := count("length", length)) < 1:
-        raise bad_value(f"length must be at least 1 but got {length}")
-    if spec is not None:
-        if not hasattr(spec, "axes") or not hasattr(spec, "scaling"):
-            raise bad_type(f"spec must be a RopeSpec but got {describe(spec)}")
-        axes = 1 if spec.axes is None else spec.axes.count
-        if axes != len(given) and (axes, len(given)) != (3, 4):
-            log.add("axes", 0, 0, what=f"The spec has {axes} axes, but ids have {len(given)}")
-        length = length or _length(spec.scaling)
+    length = None if length is None else count("length", length, least=1)
     types = None if token_types is None else whole("token_types", token_types)
     if attention_mask is not None and given.shape[1] == 1:
         given = given.expand(-1, len(whole("attention_mask", attention_mask)), -1)
@@ -144,8 +132,8 @@ def check(
         unknown.append("how many positions the model has; pass length")
     if len(given) > 1 and types is None:
         unknown.append("which tokens are images; pass token_types")
-    if len(given) == 1 and types is not None and spec is None and types.any():
-        unknown.append("whether images have axes of their own; pass spec")
+    if len(given) == 1 and types is not None and types.any():
+        unknown.append("whether images have axes of their own in this model")
     return Report(log.findings(), tuple(unknown))
 
 
@@ -166,11 +154,7 @@ class _Log:
 def _of_axes(ids: object) -> torch.Tensor:
     """Return ids ``[axes, rows, tokens]``, in their own dtype."""
     if isinstance(ids, Positions):
-        if ids.ids is None or ids.add_index:
-            raise bad_value(
-                "ids must have an id for each token; positions.explicit(ids, tokens) writes them out"
-            )
-        ids = explicit(ids).ids
+        ids = written_out(ids, tokens_of(ids, None))
     if not isinstance(ids, torch.Tensor) or ids.is_complex():
         raise bad_type(f"ids must be a real tensor or positions but got {describe(ids)}")
     if not is_readable(ids):
@@ -188,15 +172,6 @@ def _without_padding(ids: torch.Tensor) -> torch.Tensor:
     tokens = torch.arange(ids.shape[1], device=ids.device)
     others = (ids != 1).any(0).nonzero()[:1, 0].tolist()
     return tokens[others[0] :] if others and not ids[:, others[0]].any() else tokens
-
-
-def _length(rule: Any) -> int | None:
-    """Return the number of positions for which a rule was made, if it states a length and a factor."""
-    original, factor = (getattr(rule, name, None) for name in ("original_max_position", "factor"))
-    if not original or not factor or (rule.by_length and not hasattr(rule, "long_factor")):
-        return None
-    length: int = round(original * factor)
-    return length
 
 
 def _check_rows(

@@ -33,15 +33,20 @@ def explicit(
     [[[5, 6, 7]]]
     """
     where = as_positions(positions)
-    tokens = _tokens_of(where, tokens)
+    ids = written_out(where, tokens_of(where, tokens), device)
+    packed = False if where.add_index else where.packed
+    return Positions(ids, add_index=False, packed=packed, part=where.part)
+
+
+def written_out(
+    where: Positions, tokens: int, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Return one id for each token, int64 or float64 ``[axes, rows|1, tokens]`` or with heads."""
     ids = where.ids
     if ids is None:
         ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
     ids = widened(ids) + where.offset
-    if where.add_index:
-        ids = ids + torch.arange(tokens, device=ids.device)
-    packed = False if where.add_index else where.packed
-    return Positions(ids, add_index=False, packed=packed, part=where.part)
+    return ids + torch.arange(tokens, device=ids.device) if where.add_index else ids
 
 
 @public("concatenate")
@@ -71,40 +76,23 @@ def concatenate(parts: Iterable[PositionsLike], *, along: str = "tokens") -> Pos
     converted = [as_positions(part) for part in parts]
     if not converted:
         raise bad_value("parts must have at least one element but got none")
-    tensors = []
-    for where in converted:
-        if where.ids is None or where.add_index:
-            raise bad_value(
-                "parts must have an id for each token; call positions.explicit(part, tokens)",
-                part=where.offset if where.ids is None else where.ids,
-            )
-        tensors.append(where.ids if _is_zero(where.offset) else widened(where.ids) + where.offset)
-    first = tensors[0]
-    fixed = (0, 1, 3) if along == "tokens" else (0, 2, 3)
-    rows = max(ids.shape[1] for ids in tensors)
+    tensors = [written_out(where, tokens_of(where, None)) for where in converted]
     if along == "tokens":
-        tensors = [_with_rows(ids, rows) if ids.shape[1] == 1 else ids for ids in tensors]
-        first = tensors[0]
+        rows = max(ids.shape[1] for ids in tensors)
+        tensors = [
+            ids.expand(-1, rows, *ids.shape[2:]) if ids.shape[1] == 1 else ids for ids in tensors
+        ]
+    first, fixed = tensors[0], (0, 1, 3) if along == "tokens" else (0, 2, 3)
     for ids in tensors:
         if any(ids.shape[dim : dim + 1] != first.shape[dim : dim + 1] for dim in fixed):
-            sizes = "axes and rows" if along == "tokens" else "axes and tokens"
-            sizes += " and heads" if ids.dim() + first.dim() > 6 else ""
-            axes, missing = max(len(first), len(ids)), abs(first.shape[2] - ids.shape[2])
-            hint = ""
+            axes, hint = max(len(first), len(ids)), ""
             if len(first) != len(ids) and 1 in (len(first), len(ids)):
                 hint = f"; positions.text(part, axes={axes}) gives a part equal coordinates on all axes"
-            elif along == "rows" and missing:
-                pad = f"positions.multi_axis(torch.zeros({axes}, {missing}, dtype=torch.int64))"
-                hint = (
-                    f"; with pad = {pad}, pass positions.concatenate([part, pad]) in place of the shorter part if "
-                    "its row is padded on the right, and positions.concatenate([pad, part]) if on the left"
-                )
             raise bad_value(
-                f"parts must have the same numbers of {sizes}{hint}", one=first, other=ids
+                f"parts must have the same numbers of axes, heads and {'rows' if along == 'tokens' else 'tokens'}{hint}",
+                one=first,
+                other=ids,
             )
-    if any(ids.dtype != first.dtype for ids in tensors):
-        floating = any(ids.is_floating_point() for ids in tensors)
-        tensors = [ids.to(torch.float64 if floating else torch.int64) for ids in tensors]
     part = converted[0].part if along == "rows" else None
     if along == "rows" and any(where.part != part for where in converted):
         raise bad_value(
@@ -158,14 +146,12 @@ def shard(
     [[[2, 3, 4, 5]]]
     """
     where = as_positions(positions)
-    size, rank = count("size", size), integer("rank", rank)
-    if size < 1:
-        raise bad_value(f"size must be at least 1 but got {size}")
+    size, rank = count("size", size, least=1), integer("rank", rank)
     if not 0 <= rank < size:
         raise bad_value(f"rank must lie in [0, {size}) for size {size} but got {rank}")
     if kind not in ("contiguous", "zigzag"):
         raise bad_value(f"kind must be 'contiguous' or 'zigzag' but got {kind!r}")
-    tokens = _tokens_of(where, tokens)
+    tokens = tokens_of(where, tokens)
     outer_rank, outer_size, whole = where.part or (0, 1, tokens)
     if tokens * outer_size != whole:
         raise bad_value(
@@ -185,24 +171,12 @@ def shard(
             f"tokens must be a multiple of {chunks} for {size} {kind} shards but got {tokens}"
         )
     length = tokens // chunks
-    first, last = rank * length, (chunks - 1 - rank) * length
-    ids = where.ids
-    if ids is not None and not where.add_index:
-        own = ids.narrow(2, first, length)
-        if kind == "zigzag":
-            own = torch.cat((own, ids.narrow(2, last, length)), 2)
-        return Positions(own, where.offset, add_index=False, packed=where.packed, part=part)
-    if kind == "contiguous":
-        return Positions(ids, where.offset + first, part=part)
-    halves = (
-        torch.arange(begin, begin + length, device=device if ids is None else ids.device)
-        for begin in (first, last)
-    )
-    return _taken(where, torch.cat(tuple(halves)), part)
-
-
-def _with_rows(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    return ids.expand(-1, rows, *ids.shape[2:])
+    starts = [rank * length, (chunks - 1 - rank) * length][: chunks // size]
+    if kind == "contiguous" and where.add_index:
+        return Positions(where.ids, where.offset + starts[0], part=part)
+    own = device if where.ids is None else where.ids.device
+    index = torch.cat([torch.arange(start, start + length, device=own) for start in starts])
+    return _taken(where, index, part)
 
 
 def _taken(where: Positions, index: torch.Tensor, part: tuple[int, int, int] | None) -> Positions:
@@ -236,12 +210,15 @@ def _packed_zigzag(cu_seqlens: torch.Tensor, tokens: int, rank: int, size: int) 
     return (cu_seqlens.index_select(0, sequence) + place + moved).to(torch.int64)
 
 
-def _tokens_of(where: Positions, tokens: int | None) -> int:
+def tokens_of(where: Positions, tokens: int | None) -> int:
     if tokens is not None:
         tokens = count("tokens", tokens)
     if where.ids is None or where.add_index:
         if tokens is None:
-            raise bad_value("tokens must be given for positions without an id per token")
+            raise bad_value(
+                "tokens must be given for positions without an id for each token; positions.explicit(…, tokens) "
+                "writes them out"
+            )
         return tokens
     if tokens is not None and tokens != where.ids.shape[2]:
         raise bad_value(
@@ -250,8 +227,3 @@ def _tokens_of(where: Positions, tokens: int | None) -> int:
             positions=where.ids,
         )
     return where.ids.shape[2]
-
-
-def _is_zero(offset: int) -> bool:
-    # A symbolic offset is not compared, since that would add a guard.
-    return type(offset) is int and not torch.compiler.is_compiling() and offset == 0

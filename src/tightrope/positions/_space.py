@@ -70,9 +70,7 @@ def text(
     [[[3, 1]], [[3, 1]]]
     """
     where = as_positions(positions)
-    axes = count("axes", axes)
-    if axes < 1:
-        raise bad_value(f"axes must be at least 1 but got {axes}")
+    axes = count("axes", axes, least=1)
     ids = where.ids
     if ids is None:
         ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)

@@ -76,10 +76,12 @@ class Kept:
         if is_tracing():
             return make()
         found = self._values.get(key)
-        if found is not None and (ids is None or _has_bits(ids, found[0])):
+        if found is not None and ids is None:
             return found[1]
         with outside_modes():
             bits = None if ids is None else _bits(ids)
+            if found and bits is not None and found[0] is not None and torch.equal(bits, found[0]):
+                return found[1]
             seen = None if bits is None else bits.clone()
         if ids is not None and seen is None:
             return make()
@@ -103,12 +105,6 @@ def _bits(ids: torch.Tensor) -> torch.Tensor | None:
         return None
     bits = ids.detach().resolve_neg()
     return bits.view(_OF_WIDTH[bits.dtype]) if bits.dtype in _OF_WIDTH else bits
-
-
-def _has_bits(ids: torch.Tensor, seen: torch.Tensor | None) -> bool:
-    with outside_modes():
-        bits = _bits(ids)
-        return bits is not None and seen is not None and torch.equal(bits, seen)
 
 
 #: Phases for queries and keys, or one for each.
@@ -500,12 +496,6 @@ def _on(where: Positions, axes: int, device: torch.device) -> Positions:
         raise bad_value(
             "positions must have data but are on the meta device while the rotated tensors are on "
             f"{device}; create them with device={str(device)!r}",
-            positions=as_passed(ids),
-        )
-    if device.type == "meta" and ids.requires_grad:
-        raise bad_value(
-            "positions that require a gradient must be on the meta device when the rotated tensors "
-            "are, as no gradient can leave it",
             positions=as_passed(ids),
         )
     with outside_modes():  # so that autograd can save the copy

@@ -21,7 +21,7 @@ from ..positions import PositionsLike
 from ..stacks import Stack, named
 from ._lengths import SeqLen
 from ._prepared import PhasesLike, PreparedRotation, prepared
-from ._words import Constants, Words
+from ._words import Words
 
 # Version of the format of to_dict; from_dict will also read older ones.
 VERSION = 1
@@ -224,11 +224,6 @@ class RopeSpec(Value):
     def by_length(self) -> bool:
         """True if the frequencies depend on the length of the sequence."""
         return self.words.by_length
-
-    @property
-    def constants(self) -> Constants:
-        """The rule, the axes, ``rotary_dim`` and the base, for functions that Dynamo runs while compiling."""
-        return self.words.constants
 
     @property
     def words(self) -> Words:

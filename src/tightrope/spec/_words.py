@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from array import array
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -36,10 +35,6 @@ from ._lengths import Lengths, SeqLen
 Constants: TypeAlias = "tuple[Constant[Rule | None], Constant[Axes | None], int, float]"
 
 
-# The number of lengths that a growing sequence computes together, as decoding needs one after the other.
-_AHEAD = 32
-
-
 class OnDevice:
     """The tensors of a spec on one device; equal specs share them. None for a tensor that is not needed.
 
@@ -69,21 +64,18 @@ class OnDevice:
             host = phase_words.host_words(rule, axes, rotary_dim, base, first)
             self.beyond, self.beyond_turns = phase_words.as_tensors(host, device)
             return
-        pairs = tuple((0, index, rotary_dim) for index in range(rotary_dim // 2))
-        pairs = pairs if axes is None else axes.pairs
-        rows = {
-            dim: [float(omega) for omega in rule.frequencies(dim, base).exact]
-            for dim in {dim for _, _, dim in pairs}
-        }
-        exponents = {dim: rule.scale_exponents(dim // 2) for dim in rows}
-        count = 1 if axes is None else axes.count
-        inv_freq = [
-            [rows[dim][index] if owner == axis else 0.0 for owner, index, dim in pairs]
-            for axis in range(count)
-        ]
+        exact = phase_words.assigned(rule, axes, rotary_dim, base, None).exact
+        inv_freq = phase_words.by_axis(axes, [float(omega) for omega in exact])
+        widths = [rotary_dim] if axes is None else [dim for _, _, dim in axes.pairs]
+        exponents = {dim: rule.scale_exponents(dim // 2) for dim in widths}
+        own = (
+            exponents[rotary_dim]
+            if axes is None
+            else [exponents[dim][k] for _, k, dim in axes.pairs]
+        )
         tensor = partial(torch.tensor, dtype=torch.float64, device=device)
-        self.inv_freq = tensor(inv_freq).reshape(count, 1, 1, len(pairs))
-        self.exponents = tensor([-exponents[dim][index] for _, index, dim in pairs])
+        self.inv_freq = tensor(inv_freq).reshape(self.words.shape)
+        self.exponents = -tensor(own)
 
 
 # The tensors of the specs that are alive, by their fields and the device.
@@ -187,8 +179,6 @@ class Words:
         # The words of the last lengths beyond the original one, with lengths and device: all layers of a step
         # share them.
         self._last: tuple[Any, PhaseWords] | None = None
-        # The words of the next lengths of a growing sequence: the first length, the device, a row for each length.
-        self._ahead: tuple[int, torch.device, PhaseWords] | None = None
         if not is_tracing():
             self.on(torch.device("cpu"))  # now: an export reads their values under fake tensors
 
@@ -306,25 +296,8 @@ class Words:
         key, last = (lengths, device), self._last
         if last is None or last[0] != key:
             with outside_modes():
-                last = self._last = key, self._next(rule, lengths, all_are_long, device)
+                last = self._last = key, self._selected(rule, lengths, all_are_long, device)
         return last[1]
-
-    def _next(
-        self, rule: Rule, lengths: tuple[int, ...], all_are_long: bool, device: torch.device
-    ) -> PhaseWords:
-        """Compute phase words that will be kept; those of a sequence that grows by a token each time, in blocks."""
-        ahead, last, length = self._ahead, self._last, lengths[0]
-        if len(lengths) > 1 or not all_are_long or self.axis_count > 1:
-            return self._selected(rule, lengths, all_are_long, device)
-        if ahead is None or ahead[1] != device or not 0 <= length - ahead[0] < _AHEAD:
-            grows = last is not None and last[0] == ((length - 1,), device)
-            if not grows or length > _lengths.LONGEST - _AHEAD:
-                return self._selected(rule, lengths, True, device)
-            block = self._selected(rule, tuple(range(length, length + _AHEAD)), True, device)
-            ahead = self._ahead = length, device, block
-        first, _, (words, turns) = ahead
-        words = words.narrow(1, length - first, 1)
-        return PhaseWords(words, None if turns is None else turns.narrow(1, length - first, 1))
 
     def _selected(
         self, rule: Rule, lengths: Lengths, all_are_long: bool, device: torch.device
@@ -367,11 +340,7 @@ class Words:
         if len(scales) == 1:
             # Filled, because a copy from the host would wait for the device.
             return torch.full((1, 1, 1), scales[0], dtype=torch.float64, device=device)
-        if is_tracing():
-            return torch.tensor(scales, dtype=torch.float64, device=device).view(-1, 1, 1)
-        # torch.tensor takes three times as long for a list.
-        read = torch.frombuffer(array("d", scales), dtype=torch.float64)
-        return read.to(device).view(-1, 1, 1)
+        return torch.tensor(scales, dtype=torch.float64, device=device).view(-1, 1, 1)
 
     def _stretched(self, scale: torch.Tensor, device: torch.device) -> PhaseWords:
         """Compute phase words in float64 for the scales of rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,9 +62,6 @@ class Problem(NamedTuple):
         end = self.dim if channels is None else channels
         index = torch.arange(0, end, 2, dtype=self.dtype, device=self.device)
         return (self.base if base is None else base) ** (index / self.dim)
-
-
-Formula = Callable[[Problem], Row]
 
 
 def default(problem: Problem) -> Row:
@@ -245,23 +242,8 @@ def proportional(problem: Problem) -> Row:
     return Row(inv_freq / rule.factor if rule.factor != 1.0 else inv_freq)
 
 
-def fixed(formula: Formula, **only: object) -> Formula:
-    """Return a formula that accepts only these values of a rule's fields."""
-
-    def checked(problem: Problem) -> Row:  # the compiler takes no functools.partial as a constant
-        for field, value in only.items():
-            if getattr(problem.rule, field) != value:
-                raise unsupported(
-                    f"{field} must be {value!r}, the only value that this stack supports, but got "
-                    f"{getattr(problem.rule, field)!r}"
-                )
-        return formula(problem)
-
-    return checked
-
-
 def row_of(
-    formula: Formula,
+    formula: str,
     rule: Rule | None,
     axes: Axes | None,
     rotary_dim: int,
@@ -273,7 +255,7 @@ def row_of(
     """Return the frequencies of a spec, one for each pair.
 
     Args:
-        formula: the stack's formula for the rule.
+        formula: the name of the stack's formula for the rule.
         rule, axes, rotary_dim, base: see :class:`tightrope.RopeSpec`.
         seq_len, device: see :class:`Problem`.
         dtypes: the dtype to compute in, and those to which frequencies are then rounded in turn.
@@ -282,7 +264,8 @@ def row_of(
     def row_of(dim: int) -> Row:
         if dim == 0:
             return Row(torch.zeros(0, dtype=dtypes[0], device=device))
-        return formula(Problem(rule, dim, base, seq_len, dtypes[0], device))
+        made: Row = globals()[formula](Problem(rule, dim, base, seq_len, dtypes[0], device))
+        return made
 
     if axes is None:
         found = row_of(rotary_dim)
@@ -295,7 +278,7 @@ def row_of(
 
 
 def constant_row(
-    formula: Formula, rule: Constant[Rule | None], axes: Constant[Axes | None], *arguments: Any
+    formula: str, rule: Constant[Rule | None], axes: Constant[Axes | None], *arguments: Any
 ) -> tuple[Any, ...]:
     """Return the fields of :func:`row_of`, frequencies as numbers, computed now and not in the graph."""
     with _disable_current_modes():  # that of fake tensors, in an export

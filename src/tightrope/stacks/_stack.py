@@ -7,32 +7,17 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .._errors import bad_type, bad_value, public, unsupported
 from .._namespace import operators
-from .._tracing import Constant, needs_plain
+from .._tracing import needs_plain
 from ..axes import Axes
-from ..frequencies import Given, LongRoPE, Rule, length as checked_length
-from ..positions import Positions, PositionsLike, as_positions, check_axes, widened
-from ._formulas import Formula, Row, constant_row, given, row_of
-
-
-class Spec(Protocol):
-    """The fields of :class:`tightrope.RopeSpec` that determine frequencies and angles."""
-
-    @property
-    def base(self) -> float: ...
-    @property
-    def rotary_dim(self) -> int: ...
-    @property
-    def scaling(self) -> Rule | None: ...
-    @property
-    def axes(self) -> Axes | None: ...
-    @property
-    def constants(self) -> tuple[Constant[Rule | None], Constant[Axes | None], int, float]: ...
+from ..frequencies import RULES, Given, LongRoPE, Rule, length as checked_length
+from ..positions import Positions, PositionsLike, as_positions, check_axes, written_out
+from ._formulas import Row, constant_row, row_of
 
 
 def cos_sin(
@@ -56,16 +41,6 @@ def cos_sin(
     return (cos, sin) if factor is None else (cos * factor, sin * factor)
 
 
-def _places(where: Positions, tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the position of each token on each axis, ``[axes, rows|1, tokens]``."""
-    ids = where.ids
-    if ids is None:
-        ids = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
-    ids = ids.detach().to(device)
-    ids = (ids if ids.is_floating_point() else widened(ids)) + where.offset
-    return ids + torch.arange(tokens, device=device) if where.add_index else ids
-
-
 def length_of(where: Positions, tokens: int) -> int | None:
     """Return the largest position plus 1; None without positions."""
     if where.ids is None:
@@ -76,7 +51,7 @@ def length_of(where: Positions, tokens: int) -> int | None:
             "seq_len must be given in compiled code, as the frequencies of this stack depend on the "
             "largest position"
         )
-    places = _places(where, tokens, where.ids.device)
+    places = written_out(where, tokens)
     return math.ceil(places.max()) + 1 if places.numel() else None
 
 
@@ -100,7 +75,8 @@ class Stack:
         about: the library and the code path.
         source: files and version.
         verified: :data:`RUN`, :data:`GIVEN_TABLES` or :data:`READ`.
-        rules: the formula for each class of frequency rule that it has; the key None stands for no rule.
+        rules: the formula of each frequency rule that it has, by the rule's name, or "default" for no rule: a function
+            of ``_formulas`` by name, or its name and the only values of the rule's fields that it takes.
         rounding: where its rotation rounds, forward and backward; see :meth:`tightrope.RopeSpec.at`.
         table_dtype: the dtype of its cosines and sines; None for the dtype of the rotated tensor.
         dtype: the dtype that frequencies and angles are computed in.
@@ -119,7 +95,7 @@ class Stack:
     about: str
     source: str
     verified: str
-    rules: Mapping[type[Rule] | None, Formula] = dataclasses.field(compare=False)
+    rules: Mapping[str, Any] = dataclasses.field(hash=False)
     rounding: tuple[str, str] = ("each", "each")
     table_dtype: torch.dtype | None = None
     dtype: torch.dtype = torch.float32
@@ -132,16 +108,6 @@ class Stack:
     def __repr__(self) -> str:
         cast = "" if self.cast_to is None else f".cast({self.cast_to})"
         return f"<Stack {self.name!r}{cast}: {self.about}>"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # By name: some formulas are functions made in a function, which cannot be pickled.
-        known = BY_NAME.get(self.name)
-        if known is not None and self.rules is known.rules:
-            if self == known:
-                return get, (self.name,)
-            if known.casts and self.cast_to is not None and self == known.cast(self.cast_to):
-                return operator.methodcaller("cast", self.cast_to), (known,)
-        return super().__reduce_ex__(protocol)
 
     @public("cast")
     def cast(self, dtype: torch.dtype) -> Stack:
@@ -168,7 +134,7 @@ class Stack:
 
     @public("frequencies")
     def frequencies(
-        self, spec: Spec, seq_len: int | None = None, device: torch.device | str = "cpu"
+        self, spec: Any, seq_len: int | None = None, device: torch.device | str = "cpu"
     ) -> tuple[torch.Tensor, float]:
         """Return the frequencies of the pairs and the factor on cosines and sines.
 
@@ -196,7 +162,7 @@ class Stack:
     @public("tables")
     def tables(
         self,
-        spec: Spec,
+        spec: Any,
         positions: PositionsLike,
         dtype: torch.dtype = torch.float32,
         *,
@@ -245,7 +211,7 @@ class Stack:
         row = self.row(spec, length, torch.device(device))
         return self.tables_of(row, spec.axes, where, tokens, dtype)
 
-    def check(self, spec: Spec, seq_len: int | None) -> None:
+    def check(self, spec: Any, seq_len: int | None) -> None:
         """Raise an error if the stack does not have the frequency rule of a spec."""
         rule = spec.scaling
         if rule is None or not rule.by_length or seq_len is not None or self.length:
@@ -258,7 +224,9 @@ class Stack:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return :meth:`tables` of frequencies, on their device, for checked arguments."""
         inv_freq, scaling = row.inv_freq, row.attention_scaling
-        at = _places(where, tokens, inv_freq.device).to(inv_freq.dtype)
+        at = (
+            written_out(where, tokens, inv_freq.device).detach().to(inv_freq.device, inv_freq.dtype)
+        )
         if axes is not None:
             at = at[[axis for axis, _, _ in axes.pairs]].movedim(0, -1)
         else:
@@ -276,7 +244,7 @@ class Stack:
         kept = self.table_dtype or dtype
         return cos[:, None].to(kept), sin[:, None].to(kept)
 
-    def row(self, spec: Spec, seq_len: int | None, device: torch.device) -> Row:
+    def row(self, spec: Any, seq_len: int | None, device: torch.device) -> Row:
         """Return the frequencies of a spec on a device, as the stack computes them."""
         rule, formula = spec.scaling, self._formula(spec.scaling)
         if seq_len is None and self.length and rule is not None and rule.by_length:
@@ -299,20 +267,30 @@ class Stack:
             seq_len = rule.regime(seq_len)
         if seq_len is not None:
             seq_len = operator.index(seq_len)  # NTK by length needs another graph for each length
-        numbers, *others = constant_row(formula, *spec.constants, seq_len, where, dtypes)
+        numbers, *others = constant_row(formula, *spec.words.constants, seq_len, where, dtypes)
         return Row(torch.tensor(numbers, dtype=kept, device=device), *others)
 
-    def _formula(self, rule: Rule | None) -> Formula:
+    def _formula(self, rule: Rule | None) -> str:
+        """Return the name of the formula for a rule."""
         if isinstance(rule, Given):
-            return given
-        formula = self.rules.get(None if rule is None else type(rule))
+            return "given"
+        known = {RULES[name]: name for name in self.rules if name in RULES}
+        formula = self.rules.get("default" if rule is None else known.get(type(rule), ""))
         if formula is None:
-            known = ", ".join(sorted(each.__name__ for each in self.rules if each is not None))
+            names = ", ".join(sorted(kind.__name__ for kind in known))
             raise unsupported(
                 f"scaling must be None, Given or a rule that stack {self.name!r} has "
-                f"({known or 'none'}) but got {rule!r}"
+                f"({names or 'none'}) but got {rule!r}"
             )
-        return formula
+        name: str
+        name, only = (formula, {}) if isinstance(formula, str) else formula
+        for field, value in only.items():
+            if getattr(rule, field) != value:
+                raise unsupported(
+                    f"{field} must be {value!r}, the only value that this stack supports, but got "
+                    f"{getattr(rule, field)!r}"
+                )
+        return name
 
 
 def names() -> tuple[str, ...]:

@@ -11,7 +11,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 from ._output import FINDING, Mistake, show_json, show_table
@@ -27,15 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     import tightrope
-    from tightrope.environment import read_environment
+    from tightrope.environment import read_environment, rows
 
     found = read_environment()
     require = options.require
-    if require is not None and require not in found.backends:
-        raise Mistake(f"--require must be one of {', '.join(found.backends)} but got {require!r}.")
+    if require is not None and require not in found["backends"]:
+        raise Mistake(
+            f"--require must be one of {', '.join(found['backends'])} but got {require!r}."
+        )
     if options.json:
         installed = str(Path(tightrope.__file__).parent)
-        show_json({**dataclasses.asdict(found), "installed_at": installed})
+        show_json({**found, "installed_at": installed})
     else:
-        show_table(found.rows())
-    return FINDING if require is not None and found.backends[require] is not None else 0
+        show_table(rows(found))
+    return FINDING if require is not None and found["backends"][require] is not None else 0

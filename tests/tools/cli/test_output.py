@@ -150,7 +150,7 @@ def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
     here = read_environment()
     monkeypatch.setattr("tightrope.environment.read_environment", lambda: here)
     for reason, code in ((None, 0), ("it is not built", 1)):
-        here.backends["cpu"] = reason
+        here["backends"]["cpu"] = reason
         assert call(main, "info", "--require", "cpu")[0] == code
 
 

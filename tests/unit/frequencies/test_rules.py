@@ -403,11 +403,11 @@ def test_what_is_saved_is_read_as_the_same_rule(monkeypatch: pytest.MonkeyPatch)
     def named(*names: str) -> type[Rule]:
         return dataclass(frozen=True)(type("Mine", (Rule,), {"names": names}))
 
-    with pytest.raises(ValueError, match="Mine must have names to be saved"):
+    with pytest.raises(ValueError, match="Mine must have names of its own to be saved"):
         named()().to_dict()
     first, again = named("mine")(), named("mine")()  # a cell of a notebook runs once more
     assert Rule.from_dict(again.to_dict()) == again
-    with pytest.raises(ValueError, match="Mine must not be defined anew"):
+    with pytest.raises(ValueError, match="and must not be defined anew"):
         first.to_dict()
     with pytest.raises(TypeError, match=r"Bare must be decorated with @dataclass\(frozen=True\)"):
         type("Bare", (Rule,), {"names": ("bare",)}).spellings()

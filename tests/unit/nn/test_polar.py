@@ -227,6 +227,17 @@ def test_decoding_with_a_cache_is_the_full_pass(
     assert_near(torch.cat(parts, 1), whole, "float64 ways")
 
 
+@pytest.mark.parametrize("changed", [{"k": None}, {"v": None}, {"v": torch.ones(2, 4, 2, 8)}])
+def test_a_call_that_does_not_fit_its_cache_leaves_it(changed: dict[str, Any]) -> None:
+    attention, cache = PolarRoPEAttention(12, 4, 8, causal=True), KVCache()
+    cache.append_(torch.zeros(2, 4, 3, 8), torch.ones(2, 4, 3, 8))
+    vars(cache).update(changed)
+    before = dict(vars(cache))
+    with pytest.raises((RuntimeError, TypeError)):
+        attention(noise(2, 5, 12).float(), cache=cache)
+    assert vars(cache) == before
+
+
 # --- gradients ------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,7 @@ import torch
 
 from tests.support.refused_calls import NAMES
 from tests.support.written_calls import rows_of
-from tightrope import RopeSpec, positions
-from tightrope.frequencies import Linear
+from tightrope import positions
 from tightrope.positions import check
 
 LEFT = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -60,11 +59,6 @@ def test_what_is_not_known_is_said() -> None:
     mask = torch.ones(1, 7, dtype=torch.bool)
     everything = check(MROPE, attention_mask=mask, token_types=TYPES, length=9)
     assert everything.unknown == ()
-    # A rule without a fixed factor states no number of positions.
-    assert any(
-        "length" in each
-        for each in check(torch.arange(3), spec=RopeSpec(8, scaling=Linear(0.5))).unknown
-    )
 
 
 def test_every_place_is_counted() -> None:
