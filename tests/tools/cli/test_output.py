@@ -23,7 +23,6 @@ from tests.support.command import call
 from tests.support.model_configs import MODELS, QWEN3_VL, damaged, llama3, v4
 from tightrope import RopeSpec
 from tightrope.environment import PACKAGES, read_environment
-from tightrope_tools.cli._output import progress
 from tightrope_tools.command import main
 from tightrope_tools.convert import run as conversion
 
@@ -66,13 +65,6 @@ def test_lines_fit_the_terminal(tmp_path: Path, arguments: str, width: int) -> N
     assert "\x1b" not in output
 
 
-def test_a_long_line_continues_in_its_last_column(tmp_path: Path) -> None:
-    output = call(main, "inspect", written(tmp_path, LLAMA31), width=70)[1]
-    lines = output.splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith("interleaved "))
-    assert lines[at + 1] == " " * lines[at].index("model_type") + "apply_rotary_pos_emb)"
-
-
 @pytest.mark.parametrize("size", ["0", "00", "", "-1", "x", "²", "9" * 5000])
 def test_a_width_that_no_terminal_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
@@ -82,16 +74,6 @@ def test_a_width_that_no_terminal_has(
         code, output, _ = call(main, *arguments, width=size)
         lines = output.splitlines()
         assert (code, len(lines) > 20, max(map(len, lines)) <= 120) == (0, True, True)
-
-
-def test_progress_is_a_few_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    update = progress("work")
-    for index in range(101):
-        update(index / 100, f"[{index}]")
-    output, error = capsys.readouterr()
-    lines = error.splitlines()
-    assert (output, len(lines)) == ("", 11)
-    assert (lines[0], lines[-1]) == ("work   0%  [0]", "work 100%  [100]")
 
 
 # --- what is shown --------------------------------------------------------------------------------

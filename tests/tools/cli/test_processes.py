@@ -18,7 +18,7 @@ import tightrope
 from tests.support.checkpoints import LLAMA, contents, llama_tensors, write
 from tests.support.command import call, interrupted, python
 from tests.support.helpers import ROOT
-from tightrope import RopeSpec, __main__ as program
+from tightrope import RopeSpec
 from tightrope_tools import command
 
 COMMANDS = ("inspect", "audit", "convert", "detect", "info")
@@ -90,13 +90,6 @@ def test_help_and_version_import_nothing_heavy(arguments: str) -> None:
     output, imported = imports(*arguments.split())
     assert output == f"tightrope {tightrope.__version__}\n" or "usage" in output
     assert {"torch", "numpy", "tightrope", "matplotlib"}.isdisjoint(imported)
-
-
-def test_the_packages_that_are_needed_are_those_of_the_extra() -> None:
-    """The library and the command each have the list: neither may import the other to say what is missing."""
-    extra = re.search(r"^tools = \[(.*?)\]", PYPROJECT.read_text("utf-8"), re.MULTILINE)
-    assert extra is not None
-    assert command.NEEDS == program.TOOLS == tuple(re.findall(r'"(\w+)"', extra[1]))
 
 
 def test_ctrl_c_is_one_line_and_may_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

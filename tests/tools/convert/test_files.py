@@ -27,7 +27,7 @@ from tests.support.helpers import full_disk
 from tests.support.rows import read_rows
 from tightrope_tools import place
 from tightrope_tools.convert import Stated, convert, detect, run
-from tightrope_tools.convert.files import FLOATS, open_checkpoint
+from tightrope_tools.convert.files import FLOATS
 
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
@@ -54,16 +54,6 @@ def names_in(folder: Path) -> list[str]:
 
 
 # --- what is read and kept ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=str)
-def test_values_are_read_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    values = torch.linspace(-200, 200, 48).view(6, 8).to(dtype)
-    save_file({"a": values}, tmp_path / "a.safetensors")
-    (entry,) = open_checkpoint(tmp_path / "a.safetensors").entries
-    read = entry.rows(1, 4, 6)
-    assert read.dtype == torch.float64
-    assert torch.equal(read, values[1:5].double())
 
 
 def linked(folder: Path) -> None:
@@ -236,31 +226,6 @@ def test_a_folder_of_the_user_is_no_leftover(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="it holds files that no interrupted command left"):
         convert(source, tmp_path / "b", to="interleaved")
     assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("ends", ["first", "second"])
-def test_two_conversions_to_one_place(
-    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
-    """The second takes the folder away from the first, so that no result is a mixture."""
-    out, reorder = tmp_path / "b", run.reorder
-
-    def meanwhile(*arguments: Any) -> None:
-        monkeypatch.setattr(run, "reorder", reorder)
-        if ends == "second":
-            convert(shards, out, to="interleaved")
-        else:
-            with pytest.raises(OSError, match="Too little"), place.placed(out):
-                raise OSError("Too little of something")
-        reorder(*arguments)
-
-    monkeypatch.setattr(run, "reorder", meanwhile)
-    with pytest.raises(FileNotFoundError):
-        convert(shards, out, to="interleaved")
-    assert names_in(tmp_path) == (["b", "shards"] if ends == "second" else ["shards"])
-    if ends == "second":
-        convert(shards, tmp_path / "c", to="interleaved")
-        assert contents(out) == contents(tmp_path / "c")
 
 
 def test_a_proof_that_fails_gives_no_result(

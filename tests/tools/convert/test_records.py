@@ -19,6 +19,7 @@ from tests.support.checkpoints import (
     llama_tensors,
     write,
 )
+from tests.support.matrix import every_pair
 from tests.support.records import conversion, write_record
 from tightrope import RopeSpec
 from tightrope.config.files import RECORD
@@ -70,9 +71,11 @@ def sections_of(folder: Path) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("first", SECTIONS)
-@pytest.mark.parametrize("undone", SECTIONS)
-@pytest.mark.parametrize("ways", ["folders", "files", "folders then files", "files then folders"])
+@every_pair(
+    first=tuple(SECTIONS),
+    undone=tuple(SECTIONS),
+    ways=("folders", "files", "folders then files", "files then folders"),
+)
 def test_a_record_is_about_its_section(llava: Path, first: str, undone: str, ways: str) -> None:
     """One section after the other is converted, and back; a file carries the record of its folder."""
     here, expected = llava, dict.fromkeys(SECTIONS, False)
@@ -388,7 +391,11 @@ def test_a_record_about_tensors_of_other_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"pairing": "half"}', '{"conversions": [{}]}', '{"conversions": 1}', "{"]
+    "text",
+    [
+        *('{"pairing": "half"}', '{"conversions": [{}]}', '{"conversions": 1}', "{"),
+        json.dumps({"conversions": [conversion("sideways")]}),
+    ],
 )
 def test_an_invalid_record_is_refused(tmp_path: Path, text: str) -> None:
     """The record of an earlier version states a pairing and no section."""
