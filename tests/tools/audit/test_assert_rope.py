@@ -307,29 +307,6 @@ def test_a_compiled_function() -> None:
     assert first.startswith("X comes out differently in a call with torch.compile, as in wrong(")
 
 
-PLAIN = public.megatron()
-WRONG_USE: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({}, TypeError, r"^\[assert_rope\] assert_rope must get .* but got neither"),
-    ({"spec": RopeSpec(64), "like": PLAIN}, TypeError, "but got both"),
-    (
-        {"like": lambda x, positions: (x, positions)},
-        ValueError,
-        "like must return a rotated x of the same shape but no call",
-    ),
-    (
-        {"like": lambda x, positions: rotate(x, RopeSpec(64), positions)},
-        ValueError,
-        "must both take cosines and sines, or both make their own",
-    ),
-]
-
-
-@pytest.mark.parametrize("options, kind, sentence", WRONG_USE)
-def test_wrong_use(options: dict[str, Any], kind: type[Exception], sentence: str) -> None:
-    with pytest.raises(kind, match=sentence):
-        assert_rope(PLAIN, **options)
-
-
 ALONE = """
 import sys
 for name in ("transformers", "diffusers", "safetensors", "matplotlib", "gguf", "pytest", "hypothesis"):

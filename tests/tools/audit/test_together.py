@@ -139,20 +139,6 @@ def test_the_base_of_two_functions_is_compared_with_the_declared_one() -> None:
     named(audit(by_complex, partner=of_complex, spec=spec, **QUICK), "base")
 
 
-@pytest.mark.parametrize(
-    "target, partner, words",
-    [
-        (applied(halves), by_rows, "but both of .* take them"),
-        (by_length, Rotary(), "but none of .* takes them"),
-        (applied(halves), "stack:vllm", "stack"),
-        ("llama", by_length, "are audited together already, but got llama"),
-    ],
-)
-def test_what_makes_no_pair_is_refused(target: object, partner: object, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^\[audit\] .*{words}"):
-        audit(target, partner=partner)
-
-
 def test_a_pair_of_a_factory() -> None:
     report = audit(lambda: applied(halves), partner=Rotary(), make=True, **QUICK)
     assert named(report).facts["called as"] == "fn(q, k, positions)"

@@ -25,8 +25,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.helpers import full_disk
 from tests.support.rows import read_rows
-from tightrope_tools import place
-from tightrope_tools.convert import Stated, convert, detect, run
+from tightrope_tools.convert import Stated, convert, run
 from tightrope_tools.convert.files import FLOATS
 
 Q0 = "model.layers.0.self_attn.q_proj.weight"
@@ -159,32 +158,6 @@ def test_an_index_may_not_be_a_link_to_elsewhere(tmp_path: Path, shards: Path) -
 
 # --- the path of the result -----------------------------------------------------------------------
 
-EXISTS = "OUT must not exist yet but .* does: remove it, or choose another name"
-
-
-@pytest.mark.parametrize(
-    "target, match",
-    [
-        ("a", EXISTS),
-        ("a folder", EXISTS),
-        ("a file", EXISTS),
-        ("a link", EXISTS),
-        ("a/below", "must not lie inside the checkpoint's folder"),
-        ("x/y", "must be in an existing folder but"),
-    ],
-)
-def test_nothing_is_replaced_or_written_in_other_places(
-    tmp_path: Path, source: Path, target: str, match: str
-) -> None:
-    (tmp_path / "a folder").mkdir()
-    (tmp_path / "a file").write_bytes(b"mine")
-    (tmp_path / "a link").symlink_to("nowhere")
-    before = contents(tmp_path)
-    for checkpoint in [source] + [source / "model.safetensors"] * (match == EXISTS):
-        with refused(match):
-            convert(checkpoint, tmp_path / target, to="interleaved")
-    assert contents(tmp_path) == before
-
 
 @pytest.mark.parametrize("single", [False, True])
 def test_too_small_a_disk_leaves_nothing(
@@ -207,25 +180,6 @@ def test_too_small_a_disk_leaves_nothing(
     assert error.value.errno == errno.ENOSPC
     assert contents(tmp_path) == before
     assert names_in(tmp_path) == ["a"]
-
-
-@pytest.mark.parametrize("single", [False, True])
-def test_what_a_killed_conversion_left_is_removed(
-    tmp_path: Path, source: Path, single: bool
-) -> None:
-    left = place.partial_path(tmp_path / "b") / "tightrope-x" / "b"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(b"half of it")
-    convert(source / "model.safetensors" if single else source, tmp_path / "b", to="interleaved")
-    assert names_in(tmp_path) == ["a", "b"]
-
-
-def test_a_folder_of_the_user_is_no_leftover(tmp_path: Path) -> None:
-    source = write(tmp_path / "b.partial", llama_tensors())
-    before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match="it holds files that no interrupted command left"):
-        convert(source, tmp_path / "b", to="interleaved")
-    assert contents(tmp_path) == before
 
 
 def test_a_proof_that_fails_gives_no_result(
@@ -279,11 +233,6 @@ def test_damaged_files_are_reported_and_lose_nothing(tmp_path: Path, name: str) 
         assert names_in(tmp_path) == ["a"]
     assert len(messages) > 40  # most damage to weights leaves the format valid
     assert [text for text in messages if not text.startswith("[") or "\n" in text] == []
-
-
-def test_a_checkpoint_that_is_not_there() -> None:
-    with refused(r"^\[detect\] the checkpoint must exist"):
-        detect("gone")
 
 
 def test_a_section_states_its_own_pairing(tmp_path: Path) -> None:
