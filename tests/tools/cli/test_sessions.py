@@ -97,7 +97,7 @@ def test_session(
             path = tmp_path / first[2:]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(lines).strip(), encoding="utf-8")
-        elif first.startswith("$ ") and not first.startswith("$ tightrope "):
+        elif first.startswith("$ ") and not first.startswith("$ tightrope"):
             subprocess.run(shlex.split(first[2:]), check=True)
         elif first.startswith("$ "):
             before = contents(tmp_path)
