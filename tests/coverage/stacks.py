@@ -13,6 +13,7 @@ import argparse
 import ast
 import functools
 import itertools
+import json
 import math
 import sys
 import types
@@ -302,9 +303,10 @@ def _serving(
             yield f"{rule}, interleaved={pair}", spec_of(rule, pair), rotation
 
 
-_YARN = "find_correction_dim", "find_correction_range", "linear_ramp_mask", "get_mscale"
-_YARN = tuple(f"yarn_{name}" for name in _YARN)
-_LONGROPE = "Phi3LongRoPEScaledRotaryEmbedding"
+#: For each rule of vLLM and SGLang, the arguments of `_serving`.
+SERVING: dict[str, dict[str, list[str]]] = json.loads(
+    Path(__file__).with_name("serving.json").read_text("utf-8")
+)
 
 
 def vllm(source: Source) -> Iterator[Case]:
@@ -314,18 +316,7 @@ def vllm(source: Source) -> Iterator[Case]:
     given = vars(source.cut(f"{folder}/common.py", "ApplyRotaryEmb", **cpu))
     given["rocm_aiter_ops"] = space(is_triton_rotary_embed_enabled=lambda: False)
     code = source.cut(f"{folder}/base.py", "RotaryEmbeddingBase", "RotaryEmbedding", **given)
-    yarn = ("common.py", *_YARN, "yarn_scaling_rope.py", "YaRNScalingRotaryEmbedding")
-    longrope = ("common.py", "rotate_neox", "phi3_long_rope_scaled_rope.py", _LONGROPE)
-    files: dict[str, Sequence[str]] = {
-        "default": ("", "base.py", "RotaryEmbedding"),
-        "linear": ("", "linear_scaling_rope.py", "LinearScalingRotaryEmbedding"),
-        "dynamic": ("", "dynamic_ntk_scaling_rope.py", "DynamicNTKScalingRotaryEmbedding"),
-        **dict.fromkeys(("yarn", "yarn, mscales"), yarn),
-        "llama3": ("", "llama3_rope.py", "Llama3RotaryEmbedding"),
-        **dict.fromkeys(("longrope", "longrope, short rows"), longrope),
-        "proportional": ("", "gemma4_rope.py", "Gemma4RotaryEmbedding"),
-    }
-    yield from _serving(source, folder, code.RotaryEmbedding, files)
+    yield from _serving(source, folder, code.RotaryEmbedding, SERVING["vllm"])
 
 
 def sglang(source: Source) -> Iterator[Case]:
@@ -336,18 +327,9 @@ def sglang(source: Source) -> Iterator[Case]:
     given |= {"_use_aiter": False, "current_platform": None, "publish_role": lambda: None}
     given["envs"] = space(SGLANG_ROPE_CACHE_FP32=space(get=lambda: False))
     given |= vars(source.cut(f"{folder}/utils.py", "apply_rotary_emb"))
-    linear = "LinearScalingRotaryEmbedding"
-    code = source.cut(f"{folder}/base.py", "RotaryEmbedding", linear, **given)
-    yarn = ("yarn.py", *_YARN, "yarn_get_mscale_simple", "yarn.py", "YaRNScalingRotaryEmbedding")
-    longrope = ("utils.py", "rotate_neox", "rope_variant.py", _LONGROPE)
-    files: dict[str, Sequence[str]] = {
-        "default": ("", "base.py", "RotaryEmbedding"),
-        "linear": ("", "base.py", linear),
-        **dict.fromkeys(("yarn", "yarn, mscales"), yarn),
-        "llama3": ("", "rope_variant.py", "Llama3RotaryEmbedding"),
-        **dict.fromkeys(("longrope", "longrope, short rows"), longrope),
-    }
-    yield from _serving(source, folder, code.RotaryEmbedding, files)
+    names = ["RotaryEmbedding", "LinearScalingRotaryEmbedding"]
+    code = source.cut(f"{folder}/base.py", *names, **given)
+    yield from _serving(source, folder, code.RotaryEmbedding, SERVING["sglang"])
 
 
 STACKS: dict[str, Callable[[Source], Iterator[Case]]] = {

@@ -45,12 +45,3 @@ def test_the_page_has_a_row_for_each_model_and_server() -> None:
     found = re.findall(r"^\| (.+?) \| `(\w+)` \| \d+ % \| 0 \| \d+ % \| 0 \|", text, re.M)
     wanted = [(name, s) for name, case in bits.CASES.items() for s in bits.servers_of(case)]
     assert found == wanted
-
-
-def test_a_share_is_written_so_that_few_do_not_look_like_none() -> None:
-    assert bits.row("Qwen3", "vllm", [0.25, 0, 0.0049, 2e-6])[2:6] == [
-        "25 %",
-        "0",
-        "0.005",
-        "2e-06",
-    ]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.coverage import small
-from tests.coverage.configs import Call, compared, differs, fitted
+from tests.coverage.configs import Call, compared, differs
 from tightrope import Axes, RopeSpec
 from tightrope.config import LayerSpecs
 
@@ -68,21 +67,3 @@ def test_layers_are_compared_with_their_specs() -> None:
     assert compared(specs, [call(0), call(2)]) == ""
     assert compared(specs, [call(0)]) == "layer 2 does not rotate"
     assert compared(specs, list(map(call, range(3)))) == "layer 1 of layers.#.attn rotates"
-
-
-def test_small_configurations_fit_together() -> None:
-    from transformers import CONFIG_MAPPING
-
-    rope = {"rope_parameters": {"mrope_section": [2, 3, 3]}}
-    config: dict[str, Any] = {"model_type": "qwen3_vl_text", "head_dim": 16, **rope}
-    assert fitted(config)["rope_parameters"]["mrope_section"] == [3, 3, 2]  # as its model cuts them
-    assert (
-        fitted({**config, "model_type": "qwen2_vl_text"})["rope_parameters"]
-        == rope["rope_parameters"]
-    )
-    made = small.small_config(CONFIG_MAPPING["qwen2_vl"], {})
-    assert made.text_config.rope_parameters["mrope_section"] == [2, 3, 3]
-    assert made.image_token_id >= small.SPECIAL
-    # One layer of each type remains.
-    kinds = small.small_config(CONFIG_MAPPING["gemma3_text"], {}).layer_types
-    assert set(kinds) == {"sliding_attention", "full_attention"}

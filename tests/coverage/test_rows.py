@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
-import sys
 from importlib import metadata
-from typing import Any
 
 import pytest
 
 from tests.coverage import configs, pages, rows, stacks as measured
-from tests.coverage.libraries import LIBRARIES, TRANSFORMERS, Rotary
+from tests.coverage.libraries import LIBRARIES, TRANSFORMERS
 from tests.coverage.runs import SERVED
-from tests.coverage.stand_ins import installed
 from tightrope import stacks
 from tightrope.config.families import FAMILIES
 
@@ -138,11 +134,11 @@ SETS = {
     for (library, name), row in MODELS.items()
     if library == "diffusers" and row["status"] in SERVED
 }
-OTHER_LIBRARIES = [
+CHOSEN = [
     ("x-transformers", "TransformerWrapper"),
-    ("rotary-embedding-torch", "Attention"),
+    *SETS.values(),
+    *(("transformers", name) for name in ODD),
 ]
-CHOSEN = [*OTHER_LIBRARIES, *SETS.values(), *(("transformers", name) for name in ODD)]
 # Other tests reach the functions of the others.
 FAST = ("dinov3_vit", "hunyuan_vl", "lightglue", "WanVACETransformer3DModel")
 TODAY = [
@@ -186,23 +182,3 @@ def test_a_configuration_of_today_is_that_committed(name: str) -> None:
     assert len(LAYERED) >= 36  # a rule that is lost would lose its test
     with rows.loadable(TRANSFORMERS):
         assert configs.row(name) == CONFIGS[name]
-
-
-# --- files that need what is not installed ----------------------------------------------------------
-
-
-def test_stand_ins_replace_packages_that_are_not_installed_until_the_end() -> None:
-    with installed(["absent_package", "torch"]):
-        absent: Any = importlib.import_module("absent_package.part")
-        made = type("Mine", absent.Kind.__mro_entries__(()), {})("any", arguments=1)
-        assert not isinstance(made, absent.Kind)
-        assert absent.decorator(same_version) is same_version
-        assert absent.decorator("option")(same_version) is same_version
-        with absent.context() as entered:
-            assert list(entered) == []
-        assert importlib.import_module("torch").Tensor
-    assert "absent_package" not in sys.modules
-    with pytest.raises(ImportError):
-        importlib.import_module("absent_package")
-    row = rows.of_function(Rotary(TRANSFORMERS, "absent/modeling_absent", "f"))
-    assert (row["status"], "absent" in row["reason"]) == ("not loaded", True)

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ import train_bytes
 from benchmarks import state_tracking as picture
 from tests.support.command import python
 from tests.support.helpers import ROOT
-from tests.support.tolerances import assert_each, assert_same_bits
-from tightrope import rotate
-from tightrope.positions import MRope, Report, mrope_batch, packed, text
 from train_bytes import ByteTransformer, Size
 
 
@@ -35,15 +31,6 @@ def test_state_tracking_runs_and_its_results_can_be_drawn(
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-def test_float32_sums_one_by_one_are_those_of_decoding() -> None:
-    model = state_tracking.Tracker("float32")
-    tokens, sums = state_tracking.sequences(2, 40, torch.Generator().manual_seed(0))
-    assert sums[0, -1] == tokens[0, 1:].sum() % 5
-    model.way = state_tracking.ONE_BY_ONE
-    first, *others = (state_tracking.decode(model, tokens, n)[1].phases for n in (1, 7, 41))
-    assert_each(assert_same_bits, others, [first, first])
-
-
 def test_train_bytes_runs_and_its_loss_falls(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,15 +42,6 @@ def test_train_bytes_runs_and_its_loss_falls(
     assert last < first
     assert "validation" in output
     assert "\ndef " in output
-
-
-def test_train_bytes_splits_text_by_file(tmp_path: Path) -> None:
-    for index in range(40):
-        (tmp_path / f"file_{index}.py").write_bytes(bytes([index]) * 6000)
-    corpus = train_bytes.load_text(tmp_path)
-    train, validation = set(corpus.train.tolist()), set(corpus.validation.tolist())
-    assert (len(train), len(validation)) == (36, 4)
-    assert train.isdisjoint(validation)
 
 
 def test_train_bytes_decodes_as_it_reads() -> None:
@@ -86,55 +64,9 @@ def test_packed_samples_train_and_have_the_logits_that_they_have_alone(
     assert "'apply_rotary_pos_emb': " in output
 
 
-def test_positions_of_packed_samples_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def numbered_through(*args: object, cu_seqlens: torch.Tensor, **more: object) -> MRope:
-        return mrope_batch(*args, **more)
-
-    monkeypatch.setattr(pack_images.positions, "mrope_batch", numbered_through)
-    with pytest.raises(AssertionError, match="numbered-through"):
-        pack_images.pack(pack_images.samples(0))
-
-
-def test_packed_images_that_are_numbered_like_text_are_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def like_text(types: torch.Tensor, *, cu_seqlens: torch.Tensor, **_: Any) -> MRope:
-        return MRope(text(packed(cu_seqlens), axes=3), cu_seqlens.diff())
-
-    monkeypatch.setattr(pack_images.positions, "mrope_batch", like_text)
-    monkeypatch.setattr(pack_images.positions, "check", lambda *_, **__: Report((), ()))
-    with pytest.raises(AssertionError):
-        pack_images.main(["--steps", "0"])
-
-
 def test_padded_prompts_go_on_as_alone(capsys: pytest.CaptureFixture[str]) -> None:
     decode_padded.main(["--steps", "6"])
     assert capsys.readouterr().out.count("->") == 3
-
-
-def test_padded_prompts_that_go_on_from_the_number_of_tokens_are_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def counted(types: torch.Tensor, **more: Any) -> MRope:
-        where, _ = mrope_batch(types, **more)
-        mask = more.get("attention_mask", torch.ones_like(types))
-        return MRope(where, mask.sum(-1))
-
-    monkeypatch.setattr(decode_padded.positions, "mrope_batch", counted)
-    with pytest.raises(AssertionError):
-        decode_padded.main(["--steps", "12"])
-
-
-def test_rotated_keys_of_padded_prompts_have_the_bits_of_each_alone() -> None:
-    types = (torch.tensor([[98, 98, 5, 99, 99], [1, 99, 99, 99, 99]]) == 99).long()
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    where, _ = mrope_batch(
-        *(types,), model="qwen2_vl", images=[(1, 2, 4), (1, 4, 4)], attention_mask=mask
-    )
-    alone, _ = mrope_batch(types[0, 2:], model="qwen2_vl", images=[(1, 2, 4)])
-    k = torch.randn(2, 4, 5, 64)
-    together = rotate(k, decode_padded.SPEC, where)
-    assert_same_bits(together[:1, :, 2:], rotate(k[:1, :, 2:], decode_padded.SPEC, alone))
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ def test_imports_follow_the_contracts() -> None:
     """The ranks of docs/design.md, no circles, and which folder may import what."""
     cli = pytest.importorskip("importlinter.cli")
     assert cli.lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
-
-
-def test_no_test_file_imports_another() -> None:
-    for path in (ROOT / "tests").rglob("*.py"):
-        found = re.findall(r"^ *(?:from|import) .*\btest_\w+.*", path.read_text("utf-8"), re.M)
-        assert not [line for line in found if re.search(r"tests\.|from \.", line)], path
 
 
 # --- what an import costs -------------------------------------------------------------------------

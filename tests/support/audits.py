@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.planted_faults import named
+from tests.support.planted_faults import made, named
+from tests.support.rows import read_rows
+from tightrope import RopeSpec
+from tightrope.frequencies import DynamicNTK, Linear, Proportional
 
 ONLY_FLOAT32: dict[str, Any] = {"dtypes": [torch.float32]}
 QUICK: dict[str, Any] = {**ONLY_FLOAT32, "longest": 2**14}
@@ -25,6 +29,36 @@ def case(function: Callable[..., Any], codes: str = "", *words: str, **options: 
             names, `notes`, a part of the sentence of each, and `severity` of the first finding.
     """
     return function, codes, words, options
+
+
+def declared(fields: dict[str, Any] | None) -> RopeSpec | None:
+    """Return the spec of a row; one field may stand for a rule and its number."""
+    if fields is None:
+        return None
+    rules: dict[str, Any] = {
+        "linear": Linear,
+        "proportional": Proportional,
+        "dynamic": lambda original: DynamicNTK(2.0, original),
+    }
+    scaling = [rules[key](value) for key, value in fields.items() if key in rules]
+    rest = {key: value for key, value in fields.items() if key not in rules}
+    return RopeSpec(**rest, scaling=scaling[0] if scaling else None)
+
+
+def cases_of(path: Path) -> dict[str, Case]:
+    """Return the rows of a file: `bad` makes the function, as in planted faults, and `words` are of the first finding."""
+    return {
+        name: case(
+            made(row["bad"]),
+            row.get("code", ""),
+            *row.get("words", ()),
+            spec=declared(row.get("spec")),
+            dtypes=[getattr(torch, dtype) for dtype in row.get("dtypes", ["float32"])],
+            **{key: row.get(key) for key in ("facts", "notes", "severity")},
+            **row.get("options", {}),
+        )
+        for name, row in read_rows(path).items()
+    }
 
 
 def holds(audit: Callable[..., Any], row: Case) -> Any:

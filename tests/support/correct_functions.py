@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.planted_faults import Fn, turn
 from tightrope import RopeSpec
 from tightrope.frequencies import Given, Linear, Llama3, Proportional, YaRN
 
-Fn = Callable[..., Any]
 DIM = 32
 
 RULES: dict[str, Any] = {
@@ -39,6 +39,8 @@ LAYOUTS: dict[str, tuple[int, Fn, Fn]] = {
     "bshd": (4, lambda x: x.transpose(1, 2), lambda y: y.transpose(1, 2)),
     "sbhd": (4, lambda x: x.permute(1, 2, 0, 3), lambda y: y.permute(2, 0, 1, 3)),
     "thd": (3, lambda x: x.transpose(0, 1)[None], lambda y: y[0].transpose(0, 1)),
+    "bsd": (3, lambda x: x[:, None], lambda y: y[:, 0]),
+    "sd": (2, lambda x: x[None, None], lambda y: y[0, 0]),
 }
 
 
@@ -94,13 +96,7 @@ class Case:
         """Rotate x ``(rows, heads, tokens, channels)`` by tables with one entry per pair."""
         start, width = SLICES[self.where]
         part = x[..., start : start + width]
-        cos, sin = (t.to(x) for t in (cos, sin))
-        if self.interleaved:
-            u, v = part[..., ::2], part[..., 1::2]
-            y = torch.stack((u * cos - v * sin, v * cos + u * sin), -1).flatten(-2)
-        else:
-            u, v = part.chunk(2, -1)
-            y = torch.cat((u * cos - v * sin, v * cos + u * sin), -1)
+        y = turn(part, cos.to(x), sin.to(x), interleaved=self.interleaved)
         return torch.cat((x[..., :start], y, x[..., start + width :]), -1)
 
     def by_tables(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -242,6 +238,13 @@ FORMS: dict[str, Callable[[Case], Fn]] = {
     "q, k, cis": _qk_cis,
     "x, positions -> cos, sin": _maker,
 }
+# Layouts that a form takes; the others take all, but a single row has no positions of rows.
+_LAYOUTS = {
+    "x, offsets": ("bhsd", "bshd", "sbhd", "bsd"),
+    **dict.fromkeys(("x, cu_seqlens", "q, k, cu_seqlens, max_seqlen"), ("bhsd", "bshd", "thd")),
+    "held table": ("bhsd", "bshd", "thd", "bsd"),
+    "x, positions -> cos, sin": ("bhsd",),
+}
 _TAKE_TABLES = ("q, k, cos, sin", "x, cos, sin", "q, k, cis")
 
 
@@ -253,15 +256,10 @@ def cases() -> Iterator[Case]:
             case.rule != "plain" or case.exact or case.layout == "thd"
         ):
             continue
-        if case.form == "x, positions -> cos, sin" and (case.where, case.layout) != (
-            "whole",
-            "bhsd",
+        if case.form == "x, positions -> cos, sin" and case.where != "whole":
+            continue
+        if case.layout not in _LAYOUTS.get(case.form, LAYOUTS) or (
+            case.layout == "sd" and case.form != "x"
         ):
-            continue
-        if case.form == "x, offsets" and case.layout == "thd":
-            continue
-        if "cu_seqlens" in case.form and case.layout == "sbhd":
-            continue
-        if case.form == "held table" and case.layout == "sbhd":
             continue
         yield case

@@ -22,8 +22,9 @@ def write(path: Path, arch: str = "llama", **more: Any) -> Path:
     writer.add_rope_dimension_count(128)
     writer.add_rope_freq_base(500000.0)
     writer.add_rope_scaling_orig_ctx_len(8192)
-    writer.add_token_list([f"token {index}" for index in range(more.pop("tokens", 70000))])
-    writer.add_token_scores([0.0] * 70000)
+    tokens = more.pop("tokens", 3)
+    writer.add_token_list([f"token {index}" for index in range(tokens)])
+    writer.add_token_scores([0.0] * tokens)
     writer.add_array("some.lists", ["one", "two"])
     writer.add_bool("a.switch", True)
     for name, values in more.items():

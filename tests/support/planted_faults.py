@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.support.rows import read_rows
+from tests.support.zoo import adjacent, halves
 
 Fn = Callable[..., Any]
 DIM = 64
@@ -86,12 +86,15 @@ def rope(
     over: int | None = None,
     divide: float = 1.0,
     amplitude: float = 1.0,
+    phase: float = 0.0,
     shift: float = 0,
     swap: bool = False,
     table_type: torch.dtype | str | None = None,
     by_x: str = "",
     where: Callable[[torch.Tensor], torch.Tensor] | None = None,
     touch: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    tables: Callable[..., Any] | None = None,
+    after: Callable[..., torch.Tensor] | None = None,
     types: dict[str, torch.dtype] | None = None,
     rates: torch.Tensor | None = None,
     rounding: str = "wide",
@@ -102,18 +105,24 @@ def rope(
     Args:
         table_type: of cosines and sines; "x" for that of x.
         by_x: the name of one of `types` that is that of x.
-        rates: frequencies in place of those of base; angles have their dtype.
+        phase: an angle added to each.
+        where, touch: what is made of positions, and of x, before the rotation.
+        tables, after: what is made of cosines, sines and positions, and of the result, x and positions.
+        rates: frequencies of all channels, in place of those of base; angles have their dtype.
         rounding: "wide" for products in float32, "each" for products in the dtype of x.
     """
     omega = inv_freq(rotary_dim, base, over) / divide if rates is None else rates
+    rotary_dim = 2 * len(omega)
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         dtypes = dict(types or {})
         if by_x:
             dtypes[by_x] = x.dtype
         p = positions if where is None else where(positions)
-        angle = angles(p, omega, shift=shift, **dtypes)[:, None]
+        angle = angles(p, omega, shift=shift, **dtypes)[:, None] + phase
         cos, sin = angle.cos() * amplitude, angle.sin() * amplitude
+        if tables is not None:
+            cos, sin = tables(cos, sin, p)
         if swap:
             cos, sin = sin, cos
         if table_type is not None:
@@ -127,24 +136,8 @@ def rope(
         if rounding == "wide":
             inside, cos, sin = inside.float(), cos.float(), sin.float()
         y = turn(inside, cos, sin, **rest).to(x.dtype)
-        return torch.cat((x[..., :start], y, x[..., start + rotary_dim :]), -1)
-
-    return fn
-
-
-def by_rates(
-    rates: torch.Tensor,
-    *,
-    factor: float = 1.0,
-    phase: float = 0.0,
-    where: Callable[[torch.Tensor], torch.Tensor] = lambda positions: positions,
-    a_type: torch.dtype | None = None,
-) -> Fn:
-    """Return a rotation of all channels by these frequencies, a factor on tables, and an angle added to each."""
-
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angle = angles(where(positions), rates, a_type=a_type)[:, None] + phase
-        return turn(x.float(), factor * angle.cos(), factor * angle.sin()).to(x.dtype)
+        y = torch.cat((x[..., :start], y, x[..., start + rotary_dim :]), -1)
+        return y if after is None else after(y, x, positions)
 
     return fn
 
@@ -158,27 +151,21 @@ def named(report: Any, *codes: str) -> Any:
 # --- functions with state, a table, or another signature ---------------------------------------------
 
 
-def table_of(size: int, past: str) -> Fn:
+def table_of(size: int, past: str, **rest: Any) -> Fn:
     """Return a rotation by a table of `size` positions; `past` names its behaviour beyond them."""
-    omega = inv_freq()
+    fills = {"identity": (1.0, 0.0), "zero": (0.0, 0.0), "nan": (math.nan, math.nan)}
 
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if past == "refuse" and int(positions.max()) >= size:
+    def where(p: torch.Tensor) -> torch.Tensor:
+        if past == "refuse" and int(p.max()) >= size:
             raise IndexError("position outside the table")
-        p = positions.clamp(max=size - 1) if past == "clamp" else positions
-        p = p % size if past == "wrap" else p
-        angle = angles(p, omega)[:, None]
-        cos, sin = angle.cos(), angle.sin()
-        outside = (positions >= size)[:, None, :, None]
-        if past == "identity":
-            cos, sin = cos.masked_fill(outside, 1.0), sin.masked_fill(outside, 0.0)
-        elif past == "zero":
-            cos, sin = cos.masked_fill(outside, 0.0), sin.masked_fill(outside, 0.0)
-        elif past == "nan":
-            cos = cos.masked_fill(outside, math.nan)
-        return turn(x.float(), cos, sin).to(x.dtype)
+        return {"clamp": p.clamp(max=size - 1), "wrap": p % size}.get(past, p)
 
-    return fn
+    def tables(cos: torch.Tensor, sin: torch.Tensor, p: torch.Tensor) -> Any:
+        outside = (p >= size)[:, None, :, None]
+        given = zip((cos, sin), fills.get(past, (0.0, 0.0)))
+        return [t.masked_fill(outside, fill) for t, fill in given]
+
+    return rope(where=where, tables=tables, **rest)
 
 
 def dynamic_ntk(*, original: int = 1024, remembers: bool = False, by_batch: bool = True) -> Fn:
@@ -190,13 +177,10 @@ def dynamic_ntk(*, original: int = 1024, remembers: bool = False, by_batch: bool
     longest = [original]
 
     def row(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        length = max(int(positions.max()) + 1 if len(positions[0]) else 0, original)
-        if remembers:
-            longest[0] = length = max(length, longest[0])
-        scale = length / original
-        base = 10000.0 * scale ** (DIM / (DIM - 2))
-        angle = angles(positions, inv_freq(DIM, base))[:, None]
-        return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
+        length = max(int(positions.max()) + 1 if len(positions[0]) else 0, longest[0])
+        longest[0] = length if remembers else original
+        base = 10000.0 * (length / original) ** (DIM / (DIM - 2))
+        return rope(base=base)(x, positions)  # type: ignore[no-any-return]
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if by_batch:
@@ -252,12 +236,7 @@ def ordinal(positions: torch.Tensor) -> torch.Tensor:
 
 def still(turning: int = 20) -> Fn:
     """Return a rotation of which only the first pairs turn."""
-    return by_rates(torch.where(torch.arange(DIM // 2) < turning, inv_freq(), 0.0))
-
-
-def turned(phase: float) -> Fn:
-    """Return a rotation that adds an angle, also at position 0."""
-    return by_rates(inv_freq(), phase=phase)
+    return rope(rates=torch.where(torch.arange(DIM // 2) < turning, inv_freq(), 0.0))
 
 
 def on_both(q_side: Fn, k_side: Fn | None) -> Fn:
@@ -289,36 +268,31 @@ def with_tables(
 
 def wrong_halves() -> Fn:
     """Return a rotation of interleaved pairs by tables that are laid out for half pairing."""
-    omega = inv_freq()
+    take = cut(DIM, other=adjacent)
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angle = angles(positions, omega)[:, None]
-        cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-        return (x * cos + turned * sin).to(x.dtype)
+        angle = angles(positions, inv_freq())[:, None].repeat(1, 1, 1, 2)
+        return take(x, angle.cos(), angle.sin()).to(x.dtype)  # type: ignore[no-any-return]
 
     return fn
 
 
 def per_head(first: int, step: int) -> Fn:
     """Return a rotation that rotates some heads by the previous position."""
-    plain, which = rope(), slice(first, None, step)
+    which = slice(first, None, step)
 
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        y = plain(x, positions).clone()
-        if x[:, which].numel():
-            y[:, which] = plain(x[:, which], positions - 1)
+    def after(y: torch.Tensor, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        y[:, which] = PLAIN(x[:, which], positions - 1)
         return y
 
-    return fn
+    return rope(after=after)
 
 
-def cut(dim: int, factor: float = 1.0) -> Fn:
+def cut(dim: int, factor: float = 1.0, other: Fn = halves) -> Fn:
     """Return a rotation of the first channels by tables of the caller, with each value twice."""
 
     def fn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        u, v = x[..., :dim].chunk(2, -1)
-        y = x[..., :dim] * cos + torch.cat((-v, u), -1) * sin
+        y = x[..., :dim] * cos + other(x[..., :dim]) * sin
         return torch.cat((factor * y, x[..., dim:]), -1)
 
     return fn
@@ -360,13 +334,8 @@ def only_inference(x: torch.Tensor) -> torch.Tensor:
 
 def other_columns() -> Fn:
     """Return a partial rotation that multiplies the other channels by 0.5."""
-    plain = rope(rotary_dim=32)
-
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        y = plain(x, positions)
-        return torch.cat((y[..., :32], y[..., 32:] * 0.5), -1)
-
-    return fn
+    halved = torch.ones(DIM).index_fill(0, torch.arange(32, DIM), 0.5)
+    return rope(rotary_dim=32, after=lambda y, *_: y * halved.to(y))
 
 
 class ForwardAgain(torch.autograd.Function):
@@ -388,10 +357,6 @@ def forwards() -> Fn:
 
 def does_nothing() -> Fn:
     return lambda x, _: x.clone()
-
-
-def gives_float32() -> Fn:
-    return lambda x, positions: PLAIN(x.float(), positions)
 
 
 def by_sizes() -> Fn:
@@ -421,22 +386,20 @@ def grouped(refuses: bool) -> Fn:
 
 def xpos() -> Fn:
     """Return a rotation that also multiplies channels by factors that fall with the position."""
-    plain = rope()
+    scale = (torch.arange(0, DIM, 2) + 0.4 * DIM) / (1.4 * DIM)
 
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        scale = (torch.arange(0, DIM, 2) + 0.4 * DIM) / (1.4 * DIM)
+    def after(y: torch.Tensor, _: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         factor = scale ** (positions[..., None] / 512)
-        return plain(x, positions) * torch.cat((factor, factor), -1)[:, None].to(x.dtype)
+        return y * torch.cat((factor, factor), -1)[:, None].to(y)
 
-    return fn
+    return rope(after=after)
 
 
 def lengths_differ() -> Fn:
     """Return a rotation that omits the cosine of the second channel of each pair."""
-    omega = inv_freq()
 
     def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angle = angles(positions, omega)[:, None]
+        angle = angles(positions, inv_freq())[:, None]
         u, v = x.float().chunk(2, -1)
         y = torch.cat((u * angle.cos() - v * angle.sin(), u * angle.sin() + v), -1)
         return y.to(x.dtype)
@@ -444,9 +407,9 @@ def lengths_differ() -> Fn:
     return fn
 
 
-def jumping(start: int, by: int) -> Fn:
+def jumping(start: int, by: int, **rest: Any) -> Fn:
     """Return a rotation that shifts the positions from `start` on."""
-    return rope(where=lambda p: torch.where(p >= start, p + by, p))
+    return rope(where=lambda p: torch.where(p >= start, p + by, p), **rest)
 
 
 def decoding(start: int = 0, by: int = 0) -> Fn:
@@ -492,14 +455,7 @@ def packed(number: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Fn:
 
 def drifting() -> Fn:
     """Return a rotation by positions that grow slightly too fast."""
-    omega = inv_freq()
-
-    def fn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        p = positions.double()
-        angle = ((p + 1e-9 * p * p)[..., None] * omega)[:, None].float()
-        return turn(x.float(), angle.cos(), angle.sin()).to(x.dtype)
-
-    return fn
+    return rope(rates=inv_freq().double(), where=lambda p: p.double() + 1e-9 * p.double() ** 2)
 
 
 def both(k: dict[str, Any] | None = {}) -> Fn:  # noqa: B006  (is not changed)
@@ -529,7 +485,9 @@ NAMED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "0 alone": lambda p: p * 0 if p.shape[1] == 1 else p,
     "int32 behind": lambda p: p - int(p.dtype is torch.int32),
     "shifted": lambda x: x + 0.1,
+    "rounded": lambda x: x.bfloat16().to(x.dtype),
     "detached": torch.Tensor.detach,
+    "widened": torch.Tensor.float,
     **{f.__name__: f for f in (normed, noise, by_storage, rows_by_storage, as_viewed, mixed)},
     "only_inference": only_inference,
     "packed, through": lambda cu: torch.arange(int(cu[-1])),
@@ -540,13 +498,18 @@ NAMED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "packed, from 1": lambda cu: torch.cat([torch.arange(n) + 1 for n in cu.diff().tolist()]),
     "packed, backwards": lambda cu: torch.cat([-torch.arange(n) for n in cu.diff().tolist()]),
 }
+RATES = {
+    "of no rule": 1 / (1 + torch.arange(32.0)) ** 2,
+    "evenly spaced": torch.linspace(1.0, 0.01, 32),
+    "of 8 pairs": torch.where(torch.arange(32) < 8, inv_freq(), 0.0),
+}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def known(value: Any) -> Any:
     """Return what a value of a row stands for: a dtype, one of NAMED, or itself."""
     if isinstance(value, str):
-        return getattr(torch, value) if value in DTYPES else NAMED.get(value, value)
+        return getattr(torch, value) if value in DTYPES else (NAMED | RATES).get(value, value)
     return {key: known(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
@@ -558,29 +521,7 @@ def made(values: dict[str, Any]) -> Fn:
     return globals()[values.get("make", "rope")](**arguments)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault, the code of its finding, and functions with and without the fault.
-
-    Attributes:
-        code: the code of the finding.
-        bad, good: rows of the function with and without the fault.
-        also: codes of further findings that the audit may report for the fault.
-        spec: fields of the declared spec, with "linear" for the factor of linear scaling; if None,
-            no spec is declared.
-        options: options of the audit.
-        severity: that of the finding.
-    """
-
-    of: str
-    code: str
-    bad: dict[str, Any]
-    good: dict[str, Any]
-    also: tuple[str, ...] = ()
-    spec: dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
-    severity: str = "error"
-
-
-_ROWS = read_rows(Path(__file__).parent / "data" / "planted_faults.jsonl")
-FAULTS = {name: Fault(**{"good": {}, **row}) for name, row in _ROWS.items()}
+#: What is wrong -> a row: the `code` of the finding and its `severity`, if it is no error; `bad` and `good`, rows of the
+#: function with and without the fault; `also`, codes of further findings; fields of the declared `spec`, with rules by
+#: their names; `options` of the audit.
+FAULTS = read_rows(Path(__file__).parent / "data" / "planted_faults.jsonl")

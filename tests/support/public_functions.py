@@ -5,28 +5,37 @@ Nothing here uses the library under test. A factory makes each function; its arg
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-Fn = Callable[..., Any]
-Pair = tuple[torch.Tensor, torch.Tensor]
+from tests.support.planted_faults import Fn, turn
 
 
-def turned(u: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
-    """Turn pairs (u, v) in the dtype of x, as eager code does."""
-    return u * cos - v * sin, v * cos + u * sin
+def differentiable(rotated: Fn, fault: str = "", writes: bool = False) -> Fn:
+    """Return a function of x and tables with a backward pass of its own: by the opposite sines, unless a fault is planted.
 
+    Args:
+        rotated: makes the result of x, tables and the sign of the sines.
+        writes: whether it overwrites x.
+    """
 
-def joined(u: torch.Tensor, v: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    return torch.stack((u, v), -1).flatten(-2) if interleaved else torch.cat((u, v), -1)
+    class Rope(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*tables)
+            if writes:
+                ctx.mark_dirty(x)
+            return rotated(x, *tables, 1.0)  # type: ignore[no-any-return]
 
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            tables, sign = ctx.saved_tensors, 1.0 if fault == "gradient" else -1.0
+            y = grads[0] if fault == "no backward" else rotated(grads[0], *tables, sign)
+            return y, *[None] * len(tables)
 
-def split(x: torch.Tensor, interleaved: bool) -> Pair:
-    u, v = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    return u, v
+    return Rope.apply  # type: ignore[no-any-return]
 
 
 # --- flash-attention ------------------------------------------------------------------------------
@@ -61,7 +70,7 @@ def flash(fault: str = "", default: bool = False) -> Fn:
             where = torch.arange(len(x)) - (0 if fault == "restarts" else starts)
         c, s = (t[where][..., None, :].to(x.dtype) for t in (cos, sin))
         own = interleaved != (fault == "pairing")
-        y = joined(*turned(*split(x[..., :width], own), c, s), own)
+        y = turn(x[..., :width], c, s, interleaved=own)
         if inplace:
             x[..., :width].copy_(y)
             return x
@@ -76,26 +85,13 @@ def flash(fault: str = "", default: bool = False) -> Fn:
 def liger(fault: str = "") -> Fn:
     """`liger_rotary_pos_emb`: q and k ``(rows, heads, tokens, channels)``, and a backward pass of its own."""
 
-    class Rope(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-        ) -> Any:
-            ctx.save_for_backward(cos, sin)
-            return rotated(q, cos, sin), k.clone() if fault == "k" else rotated(k, cos, sin)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            cos, sin = ctx.saved_tensors
-            sin = sin if fault == "gradient" else -sin
-            return rotated(grads[0], cos, sin), rotated(grads[1], cos, sin), None, None
-
-    def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
         if fault == "rows":
             cos, sin = cos[:1], sin[:1]
         half = cos.shape[-1] // 2
-        c, s = (t[:, None, :, :half] for t in (cos, sin))
-        return joined(*turned(*split(x, False), c, s), False)
+        return turn(x, cos[:, None, :, :half], sign * sin[:, None, :, :half])
+
+    rope = differentiable(rotated, fault)
 
     def liger_rotary_pos_emb(
         q: torch.Tensor,
@@ -105,7 +101,7 @@ def liger(fault: str = "") -> Fn:
         position_ids: torch.Tensor | None = None,
         unsqueeze_dim: int = 1,
     ) -> Any:
-        return Rope.apply(q, k, cos, sin)
+        return rope(q, cos, sin), k.clone() if fault == "k" else rope(k, cos, sin)
 
     return liger_rotary_pos_emb
 
@@ -138,7 +134,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         if self.fault == "first position" and input_pos is not None:
             where = input_pos[:, :1] + count
         cos, sin = self.cache[where][:, :, None].unbind(-1)  # type: ignore[index]
-        y = joined(*turned(*split(x.float(), True), cos, sin), True)
+        y = turn(x.float(), cos, sin, interleaved=True)
         return y if self.fault == "dtype" else y.type_as(x)
 
 
@@ -157,7 +153,7 @@ def megatron(fault: str = "", interleaved: bool = False) -> Fn:
         if fault == "swapped":
             cos, sin = sin, cos
         own = interleaved != (fault == "pairing")
-        y = joined(*turned(*split(t[..., :width], own), cos, sin), own)
+        y = turn(t[..., :width], cos, sin, interleaved=own)
         return torch.cat((y, 2 * t[..., width:] if fault == "rest" else t[..., width:]), -1)
 
     return apply_rotary_pos_emb
@@ -181,32 +177,18 @@ def megatron_packed(fault: str = "") -> Fn:
 def megatron_fused(fault: str = "") -> Fn:
     """The fused function, with a backward pass of its own."""
 
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(freqs)
-            return rotated(t, freqs, 1.0)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            (freqs,) = ctx.saved_tensors
-            if fault == "no backward":
-                return grads[0], None
-            return rotated(grads[0], freqs, 1.0 if fault == "gradient" else -1.0), None
-
     def rotated(t: torch.Tensor, freqs: torch.Tensor, sign: float) -> torch.Tensor:
         width = freqs.shape[-1]
         angle = freqs[..., : width // 2].float()
-        if fault == "angles in the dtype of x":
-            angle = angle.to(t.dtype).float()
-        u, v = split(t[..., :width].float(), False)
-        y = joined(*turned(u, v, angle.cos(), sign * angle.sin()), False).to(t.dtype)
+        y = turn(t[..., :width].float(), angle.cos(), sign * angle.sin()).to(t.dtype)
         return torch.cat((y, t[..., width:]), -1)
+
+    rope = differentiable(rotated, fault)
 
     def fused_apply_rotary_pos_emb(
         t: torch.Tensor, freqs: torch.Tensor, transpose_output_memory: bool = False
     ) -> torch.Tensor:
-        return Fused.apply(t, freqs)  # type: ignore[no-any-return]
+        return rope(t, freqs)  # type: ignore[no-any-return]
 
     return fused_apply_rotary_pos_emb
 
@@ -228,10 +210,10 @@ def hub(fault: str = "") -> Fn:
     ) -> None:
         sin = -sin if conj != (fault == "conj") else sin
         u, v, c, s = (t.float() for t in (x1, x2, cos, sin))
-        first, second = turned(u, v, c, s)
+        first, second = u * c - v * s, v * c + u * s
         out1.copy_(first)
         if fault == "in place":  # reads what it has just written, if the output is x
-            second = turned(x1.float(), v, c, s)[1]
+            second = v * c + x1.float() * s
         out2.copy_(second)
 
     return apply_rotary
@@ -240,27 +222,15 @@ def hub(fault: str = "") -> Fn:
 def by_kernel(kernel: Fn, in_place: bool = False, fault: str = "") -> Fn:
     """The call of such a kernel, as a function of x ``(rows, heads, tokens, channels)`` and half tables."""
 
-    def run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, conj: bool) -> torch.Tensor:
+    def run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
         y, half = x if in_place else x.clone(), cos.shape[-1]
         parts = [t[..., n * half : (n + 1) * half] for t in (x, y) for n in (0, 1)]
-        kernel(*parts[:2], cos[:, None], sin[:, None], *parts[2:], conj)
+        kernel(*parts[:2], cos[:, None], sin[:, None], *parts[2:], sign < 0)
         return y
 
-    class Rope(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-        ) -> torch.Tensor:
-            ctx.save_for_backward(cos, sin)
-            if in_place:
-                ctx.mark_dirty(x)
-            return run(x, cos, sin, False)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            return run(grads[0], *ctx.saved_tensors, fault != "backward"), None, None
+    turned = differentiable(run, fault, in_place)
 
     def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return Rope.apply(x, cos, sin)  # type: ignore[no-any-return]
+        return turned(x, cos, sin)  # type: ignore[no-any-return]
 
     return rope

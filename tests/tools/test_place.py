@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.command import call
 from tests.support.helpers import full_disk, left_as_it_was
 from tightrope import RopeSpec
 from tightrope_tools.command import main
-from tightrope_tools.place import partial_path, placed, write_whole
+from tightrope_tools.place import placed, write_whole
 
 
 @pytest.mark.parametrize("name, older", [("picture.png", False), ("picture.svg", True)])
@@ -59,13 +60,18 @@ def test_devices_and_pipes_are_written_as_they_are(tmp_path: Path) -> None:
         write_whole(tmp_path, b"x")
 
 
-def test_two_writers_of_one_file(tmp_path: Path) -> None:
-    """The second takes the place of the first, which fails."""
-    out = tmp_path / "x.json"
-    first = placed(out, replace=True)
-    first.__enter__().write_bytes(b"first")
-    write_whole(out, b"second")
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_writers_of_one_place(tmp_path: Path, fails: bool) -> None:
+    """The second takes the place of the first, which fails, so that no result is a mixture."""
+    out = tmp_path / "x"
+    first = placed(out)
+    (made := first.__enter__()).mkdir()
+    (made / "shard").write_bytes(b"first")
+    with pytest.raises(OSError, match="Too little") if fails else nullcontext(), placed(out) as two:
+        two.write_bytes(b"second")
+        if fails:
+            raise OSError("Too little of something")
     with pytest.raises(FileNotFoundError):
         first.__exit__(None, None, None)
-    assert out.read_bytes() == b"second"
-    assert not partial_path(out).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"] * (not fails)
+    assert fails or out.read_bytes() == b"second"

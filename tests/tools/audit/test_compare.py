@@ -16,7 +16,7 @@ from tests.support.planted_faults import named
 from tests.support.records import conversion, write_record
 from tests.support.rows import read_rows
 from tightrope import Axes, RopeSpec, functional
-from tightrope.frequencies import DynamicNTK, Linear, Llama3, YaRN
+from tightrope.frequencies import Linear, Llama3, YaRN
 from tightrope_tools.audit import compare
 
 DIM = 64
@@ -350,50 +350,6 @@ def test_several_axes() -> None:
     spec = RopeSpec(DIM, axes=Axes.sections((8, 12, 12)))
     named(compare("stack:vllm-native", "stack:transformers", spec=spec))
     assert compare("stack:vllm", "stack:transformers", spec=spec).codes[0] == "rounding"
-
-
-# --- refusals -----------------------------------------------------------------------------------
-
-
-STACKS = "stack:vllm", "stack:meta"
-
-
-@pytest.mark.parametrize(
-    "one, other, options, text",
-    [
-        ("stack:vllm", rope(), {}, r"\[compare\] stack:vllm must have a spec: give spec="),
-        (
-            "stack:vlm",
-            rope(),
-            {"spec": RopeSpec(8)},
-            r"\[compare\] stack must be one of .* but got 'vlm'",
-        ),
-        (lambda: 3, rope(), {}, "must return a rotated x of the same shape but no call"),
-        (
-            lambda x, positions: x + 0 * positions.sum(),
-            rope(),
-            {"head_dim": DIM},
-            "must rotate pairs of channels but does not",
-        ),
-        (
-            *STACKS,
-            {"layout": "hsbd"},
-            r"\[compare\] layout must be one of bhsd, .* but got 'hsbd'",
-        ),
-        (*STACKS, {"tables": "whole"}, r"\[compare\] tables must be one of .* but got 'whole'"),
-        (
-            "stack:vllm",
-            "stack:transformers",
-            {"spec": RopeSpec(DIM, scaling=DynamicNTK(2.0, 1024))},
-            r"goes by a length that an audit does not know: .*max_model_len",
-        ),
-        (*STACKS, {"device": "cuda:99"}, r"\[compare\] device 'cuda:99' must be available"),
-    ],
-)
-def test_errors(one: Any, other: Any, options: dict[str, Any], text: str) -> None:
-    spec = {"spec": RopeSpec(DIM)} if one in STACKS and options else {}
-    with pytest.raises(ValueError, match=text):
-        compare(one, other, **spec | options)
 
 
 def test_equal_numbers_of_another_dtype_differ() -> None:

@@ -9,16 +9,17 @@ import pkgutil
 import random
 import re
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import nn
 
-from tests.support import correct_functions, planted_faults as planted, tolerances
-from tests.support.audits import ONLY_FLOAT32, QUICK, Case, case, holds
-from tests.support.models.forms import NEW, along, by_one_table, by_rows
+from tests.support import correct_functions, planted_faults as planted, tolerances, zoo
+from tests.support.audits import ONLY_FLOAT32, QUICK, Case, case, cases_of, holds
+from tests.support.models.forms import NEW, along, by_rows
 from tests.support.planted_faults import PLAIN, Fn, named
 from tightrope import Axes, RopeSpec, functional
 from tightrope.frequencies import DynamicNTK, Given, Linear, Llama3, YaRN
@@ -46,16 +47,13 @@ CALLED = {"module": "x", "held table": "x, positions", "x, offsets": "x, offset"
 def test_a_correct_function_is_not_condemned(
     correct: correct_functions.Case, declared: bool
 ) -> None:
-    # Positions are (tokens,) for packed sequences, and tables end at 5,000.
+    """Its layout is found, or declared. Positions are (tokens,) for packed sequences, and tables end at 5,000."""
     spec = correct.spec if declared else None
-    options: dict[str, Any] = {
-        "head_dim": correct_functions.DIM,
-        "layout": correct.layout,
-        "longest": 2**14,
-    }
+    options: dict[str, Any] = {"head_dim": correct_functions.DIM, "longest": 2**14}
+    options |= {"layout": correct.layout} if declared else {}
     report = named(audit(correct.make(), spec=spec, **options))
     form = CALLED.get(correct.form, correct.form)
-    assert report.facts["called as"] == f"fn({form})"
+    assert (report.facts["called as"], report.facts["layout"]) == (f"fn({form})", correct.layout)
     if declared:
         assert_rope(correct.make(), spec, **options)
 
@@ -80,59 +78,6 @@ def test_a_rotation_is_described(
 
 
 # --- functions of many forms ----------------------------------------------------------------------
-
-
-def bshd(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return PLAIN(x.transpose(1, 2), positions).transpose(1, 2)  # type: ignore[no-any-return]
-
-
-def sbhd(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return PLAIN(x.permute(1, 2, 0, 3), positions[None]).permute(2, 0, 1, 3)  # type: ignore[no-any-return]
-
-
-def bsd(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    (_, _, _) = x.shape
-    return PLAIN(x[:, None], position_ids)[:, 0]  # type: ignore[no-any-return]
-
-
-def sd(x: torch.Tensor) -> torch.Tensor:
-    (_, _) = x.shape
-    return PLAIN(x[None, None], torch.arange(len(x))[None])[0, 0]  # type: ignore[no-any-return]
-
-
-def thd(x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-    (_, _, _), (_,) = x.shape, pos.shape
-    return PLAIN(x.transpose(0, 1)[None], pos[None])[0].transpose(0, 1)  # type: ignore[no-any-return]
-
-
-def shared(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    (_,) = positions.shape
-    return PLAIN(x, positions[None])  # type: ignore[no-any-return]
-
-
-def meta(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        z = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2).contiguous())
-        return torch.view_as_real(z * freqs_cis[None, :, None]).flatten(3).type_as(x)
-
-    return turn(xq), turn(xk)
-
-
-class Tables(nn.Module):
-    """A rotary module that returns cosines and sines, like that of a model."""
-
-    def __init__(self, width: str) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        angle = planted.angles(position_ids, planted.inv_freq())
-        wide = {
-            "cat": lambda: torch.cat((angle, angle), -1),
-            "repeat": lambda: angle.repeat_interleave(2, -1),
-            "half": lambda: angle,
-        }[self.width]()
-        return wide.cos().to(x.dtype), wide.sin().to(x.dtype)
 
 
 PACKED = planted.packed()
@@ -160,26 +105,18 @@ def by_angles(t: Any, cu_seqlens: Any, freqs: Any) -> Any:
 
 # A function, the call that is found, and the layout of x.
 CALLS: dict[str, tuple[Fn, str, str]] = {
-    "bshd": (bshd, "x, positions", "bshd"),
-    "sbhd": (sbhd, "x, positions", "sbhd"),
-    "bsd": (bsd, "x, positions", "bsd"),
-    "sd": (sd, "x", "sd"),
-    "thd": (thd, "x, positions", "thd"),
-    "shared positions": (shared, "x, positions", "bhsd"),
+    "shared positions": (lambda x, positions: PLAIN(x, positions[None]), "x, positions", "bhsd"),
     "arguments without telling names": (lambda a, b: PLAIN(a, b), "x, positions", "bhsd"),
     "seq_dim": (planted.GrowingCache(False), "x, seq_dim", "bhsd"),
-    "cis": (meta, "q, k, cis", "bshd"),
     "rows of tables": (by_rows, "q, k, cos, sin, positions", "bhsd"),
-    "one table": (by_one_table, "x, sin_cos", "bshd"),
-    **{name: (Tables(name), "x, positions -> cos, sin", "bhsd") for name in ("cat", "half")},
-    "repeat": (Tables("repeat"), "x, positions -> cos, sin", "bhsd"),
+    "stacked": (lambda x, freqs: zoo.turn(x, *freqs.unbind(0)), "x, stacked", "bhsd"),
+    "sines in front": (lambda x, freqs: zoo.turn(x, *freqs[::-1]), "x, reversed_pair", "bhsd"),
     "packed": (PACKED, "x, cu_seqlens", "thd"),
     "packed in one row": (of_one_row, "x, cu_seqlens", "bshd"),
     "packed, a default": (with_default, "x, cu_seqlens", "thd"),
     "packed, tables": (by_tables, "x, cos, sin, cu_seqlens", "thd"),
     "packed, angles": (by_angles, "x, cu_seqlens, angles", "thd"),
 }
-NEIGHBOURS = ("cis", "repeat", "one table")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -191,12 +128,24 @@ def test_the_call_is_found(name: str) -> None:
         "geometric, base 10000",
         "provided by the caller, as cosines and sines",
     )
-    assert report.facts["pairing"].startswith("interleaved" if name in NEIGHBOURS else "half")
+    assert report.facts["pairing"].startswith("half")
     assert all(check.outcome == "passed" or "skipped" in check.outcome for check in report.checks)
     if name.startswith("packed"):
         outcomes = {check.name: check.outcome for check in report.checks}
         assert outcomes["each packed row begins at position 0"] == "passed"
         named(audit(fn, spec=RopeSpec(64, interleaved=False), **QUICK))
+
+
+ZOO = [name for name, row in zoo.ROWS.items() if not row.method and row.tensors < 3]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_function_of_the_zoo_is_recognised(name: str) -> None:
+    row = zoo.ROWS[name]
+    report = named(
+        audit(partial(row.function, **row.options), **QUICK), *["sign"] * (name == "nanochat")
+    )
+    assert report.facts["pairing"].startswith("interleaved" if "adjacent" in row.words else "half")
 
 
 @pytest.mark.one_in(3)
@@ -241,7 +190,7 @@ def half_turns(rates: torch.Tensor, interleaved: bool, dtype: torch.dtype) -> Fn
 
 def blocks(rates: torch.Tensor) -> Fn:
     """Rotate two blocks of half pairs, one after the other, by the same frequencies."""
-    one = planted.by_rates(rates)
+    one = planted.rope(rates=rates)
     return lambda x, positions: torch.cat([one(y, positions) for y in x.chunk(2, -1)], -1)
 
 
@@ -343,11 +292,6 @@ CASES: dict[str, Case] = {
         of_axes(RopeSpec(32, axes=Axes.sections((6, 5, 5)))), "base…", spec=SECTIONS
     ),
     # sizes, factors and tables
-    "wider heads": case(planted.rope(rotary_dim=128), facts={"head_dim": "128"}),
-    "a slice of wider heads": case(
-        planted.rope(rotary_dim=32), head_dim=80, facts={"channels": "0 to 31 of 80"}
-    ),
-    "a slice by tables": case(planted.cut(16), head_dim=32, facts={"channels": "0 to 15 of 32"}),
     "the call as stated": case(
         lambda a, b: PLAIN(a, b), form="x, positions", layout="bhsd", head_dim=64
     ),
@@ -356,21 +300,6 @@ CASES: dict[str, Case] = {
         planted.cut(32, RopeSpec(32, scaling=YARN).attention_scaling()),
         form="x, cos, sin",
         spec=RopeSpec(32, scaling=YARN),
-    ),
-    **{f"a factor of {by}": case(planted.rope(divide=by)) for by in (10 / 3, 5 / 3, 32 / 3)},
-    "a factor beside no known rule": case(
-        planted.by_rates(torch.linspace(1.0, 0.01, 32), factor=1.2),
-        facts={"frequencies": "no rule that the audit knows"},
-        notes={"amplitude": "multiplied by 1.2"},
-    ),
-    "pairs that never turn": case(
-        planted.by_rates(torch.where(torch.arange(32) < 8, planted.inv_freq(), 0.0)),
-        facts={"frequencies": "8 of 32 pairs turn; these are geometric, base 10000 over 64"},
-    ),
-    "a table that ends": case(
-        planted.table_of(5000, "refuse"),
-        longest=131_072,
-        notes={"table-end-refused": "Positions from 5,000 on are refused. "},
     ),
     "two blocks of half pairs": case(blocks(torch.linspace(1.0, 0.01, 16)), notes={"blocks": "2"}),
     **{
@@ -400,6 +329,8 @@ CASES: dict[str, Case] = {
     ),
     "a function that ends in an underscore": case(rotate_, notes={"mutates": ""}),
 }
+
+CASES |= cases_of(Path(__file__).with_name("correct.jsonl"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -477,12 +408,20 @@ def of_the_mend(text: str) -> Fn:
     "function, spec, layout",
     [
         (planted.rope(rotary_dim=32, over=64), RopeSpec(64, rotary_dim=32), "bhsd"),
-        (bshd, RopeSpec(64, base=5e5), "bshd"),
-        (sbhd, RopeSpec(64, base=5e5), "sbhd"),
+        *(
+            (
+                correct_functions.Case(
+                    "x, positions", False, "whole", "plain", layout, False
+                ).make(),
+                RopeSpec(32, base=5e5),
+                layout,
+            )
+            for layout in ("bshd", "sbhd")
+        ),
     ],
 )
 def test_a_mend_rotates_as_meant(function: Fn, spec: RopeSpec, layout: str) -> None:
-    for declared in (spec, None) if spec.rotary_dim == 32 else (spec,):
+    for declared in (spec, None) if spec.rotary_dim < spec.head_dim else (spec,):
         mend = audit(function, spec=declared, **QUICK).findings[0].mend
         named(audit(of_the_mend(mend), spec=spec, layout=layout, **QUICK))
 

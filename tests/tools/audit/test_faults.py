@@ -13,41 +13,35 @@ import pytest
 import torch
 
 from tests.support import planted_faults as planted
-from tests.support.audits import QUICK, Case, case, holds
-from tests.support.planted_faults import PLAIN, Fn, ordinal
-from tests.support.rows import read_rows
+from tests.support.audits import QUICK, Case, case, cases_of, declared, holds
+from tests.support.planted_faults import FAULTS, PLAIN, Fn, ordinal
 from tightrope import Axes, RopeSpec, functional
-from tightrope.frequencies import DynamicNTK, Given, Linear, Llama3, LongRoPE, Proportional, YaRN
+from tightrope.frequencies import DynamicNTK, Given, Llama3, LongRoPE, YaRN
 from tightrope.positions import multi_axis
 from tightrope_tools.audit import audit
 
 SPEC, AXES = RopeSpec(64), RopeSpec(32, axes=Axes.sections((8, 8)))
 
 
-def declared(fields: dict[str, Any] | None) -> RopeSpec | None:
-    """Return the spec of a row; one field may stand for a rule and its number."""
-    if fields is None:
-        return None
-    rules: dict[str, Any] = {
-        "linear": Linear,
-        "proportional": Proportional,
-        "dynamic": lambda original: DynamicNTK(2.0, original),
-    }
-    scaling = [rules[key](value) for key, value in fields.items() if key in rules]
-    rest = {key: value for key, value in fields.items() if key not in rules}
-    return RopeSpec(**rest, scaling=scaling[0] if scaling else None)
-
-
 # --- planted faults -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", planted.FAULTS)
-def test_a_planted_fault_is_named(name: str) -> None:
-    fault = planted.FAULTS[name]
-    report = audit(planted.made(fault.bad), spec=declared(fault.spec), **fault.options or {})
-    assert report.codes[:1] == (fault.code,), str(report)
-    assert set(report.codes) <= {fault.code, *fault.also}, str(report)
-    assert report.findings[0].severity == fault.severity
+def audited(fault: dict[str, Any], which: str = "bad", form: Any = None, **options: Any) -> Any:
+    function = planted.made(fault.get(which, {}))
+    function = function if form is None else form(function)
+    return audit(function, spec=declared(fault.get("spec")), **options | fault.get("options", {}))
+
+
+def assert_named(report: Any, fault: dict[str, Any]) -> None:
+    assert report.codes[:1] == (fault["code"],), str(report)
+    assert {*report.codes} <= {fault["code"], *fault.get("also", ())}, str(report)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_named(fault: dict[str, Any]) -> None:
+    report = audited(fault)
+    assert_named(report, fault)
+    assert report.findings[0].severity == fault.get("severity", "error")
     for finding in report.findings:
         assert finding.sentence.endswith(".")
         assert finding.mend
@@ -56,14 +50,13 @@ def test_a_planted_fault_is_named(name: str) -> None:
 
 # Most faults are of the same function: it is audited once for each declaration.
 GOOD = {
-    repr((fault.good, fault.spec, fault.options)): name for name, fault in planted.FAULTS.items()
+    str([each.get(key) for key in ("good", "spec", "options")]): each for each in FAULTS.values()
 }
 
 
-@pytest.mark.parametrize("name", GOOD.values())
-def test_without_its_fault_nothing_is_found(name: str) -> None:
-    fault = planted.FAULTS[name]
-    report = audit(planted.made(fault.good), spec=declared(fault.spec), **fault.options or {})
+@pytest.mark.parametrize("fault", GOOD.values(), ids=lambda fault: str(fault["of"]))
+def test_without_its_fault_nothing_is_found(fault: dict[str, Any]) -> None:
+    report = audited(fault, "good")
     assert report.ok, str(report)
 
 
@@ -80,23 +73,20 @@ def by_ids(function: Fn) -> Fn:
 
 
 WRAPPED = {"bshd": in_bshd, "q, k, positions": of_both, "other names": by_ids}
-CROSSED = [name for name, fault in planted.FAULTS.items() if not fault.good]
+CROSSED = [fault for fault in FAULTS.values() if "good" not in fault]
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("name", CROSSED)
-def test_a_fault_is_found_and_named_alone_in_every_form(name: str) -> None:
+@pytest.mark.parametrize("fault", CROSSED, ids=lambda fault: str(fault["of"]))
+def test_a_fault_is_found_and_named_alone_in_every_form(fault: dict[str, Any]) -> None:
     """Of each fault in one form."""
-    fault, forms = planted.FAULTS[name], [*WRAPPED]
-    if fault.code.startswith(("strides", "shape")):
+    forms = [*WRAPPED]
+    if fault["code"].startswith(("strides", "shape")):
         # Within a function that transposes, a fault about memory breaks every call, and the audit does not try as many
         # heads as tokens.
         forms.remove("bshd")
-    form = forms[CROSSED.index(name) % len(forms)]
-    options = {"head_dim": planted.DIM, **(fault.options or {})}
-    report = audit(WRAPPED[form](planted.made(fault.bad)), spec=declared(fault.spec), **options)
-    assert report.codes[:1] == (fault.code,), str(report)
-    assert {*report.codes} <= {fault.code, *fault.also}, str(report)
+    form = WRAPPED[forms[CROSSED.index(fault) % len(forms)]]
+    assert_named(audited(fault, form=form, head_dim=planted.DIM), fault)
 
 
 # What a function makes of ids, by its name -> the code of the fault.
@@ -159,12 +149,6 @@ def starts(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 def writing(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> Any:
     return PLAIN(q, positions), k.copy_(PLAIN(k, positions))
-
-
-def short(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    if int(positions.max()) >= 20:
-        raise IndexError("past the table")
-    return PLAIN(x, -positions)  # type: ignore[no-any-return]
 
 
 def blocks(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -237,7 +221,6 @@ def ahead_where(at: Callable[[torch.Tensor, torch.Tensor], bool]) -> Fn:
     return lambda x, positions: PLAIN(x, positions + int(at(x, positions)))
 
 
-SLOW = 1 / (1 + torch.arange(32.0)) ** 2  # no known rule
 LLAMA3 = RopeSpec(64, base=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192))
 NTK = RopeSpec(64, scaling=DynamicNTK(2.0, 2048))
 LONG = LongRoPE((1.0,) * 32, tuple(1.0 + i for i in range(32)), 512, attention_factor=1.0)
@@ -251,29 +234,12 @@ NOT_LONG = "The frequencies of long calls are not those of the declared scaling.
 
 CASES: dict[str, Case] = {
     # positions
-    "unknown frequencies": case(
-        planted.by_rates(SLOW, where=lambda p: p - (p > 6).int()), "position-jump", "position 7 on"
-    ),
-    "unknown frequencies, far": case(
-        planted.by_rates(SLOW, where=lambda p: p - (p > 30_000).int()),
-        "position-jump",
-        "From position 30,001 on, positions are off by -1.",
-        **FAR,
-    ),
-    "unknown frequencies, a clamp": case(
-        planted.by_rates(SLOW, where=lambda p: p.clamp(max=4999)),
-        "table-clamp",
-        "All positions from 5,000 on are rotated as position 4,999.",
-    ),
     "offsets ignored": case(
         lambda x, offsets: PLAIN(x, ordinal(offsets[:, None].expand(-1, x.shape[2]))),
         "offset-ignored",
     ),
     "offsets of row 0": case(
         lambda x, offsets: starts(x, offsets[:1].expand_as(offsets)), "row-positions"
-    ),
-    "few positions": case(
-        short, "sign", spec=SPEC, notes={"table-end-refused": "Positions from 20 on are refused. "}
     ),
     # packed rows
     "packed rows with tables, numbered through": case(packed_by_tables, "numbered-through"),
@@ -320,7 +286,7 @@ CASES: dict[str, Case] = {
     ),
     "another rule": case(rotate(NTK), "scaling", NOT_LONG, spec=RopeSpec(64, scaling=LONG), **FAR),
     "long factors never used": case(
-        planted.by_rates(RopeSpec(64, scaling=SHORT).frequencies(1).inv_freq.float()),
+        planted.rope(rates=RopeSpec(64, scaling=SHORT).frequencies(1).inv_freq.float()),
         "scaling",
         "do not depend on the length",
         spec=RopeSpec(64, scaling=SHORT),
@@ -332,7 +298,7 @@ CASES: dict[str, Case] = {
     # roundings
     **{
         f"angles of scaled frequencies in {dtype}, {spec}": case(
-            planted.by_rates(LLAMA3.frequencies().inv_freq.float(), a_type=dtype),
+            planted.rope(rates=LLAMA3.frequencies().inv_freq.float(), types={"a_type": dtype}),
             "angle-dtype",
             spec=spec,
             longest=4096,
@@ -354,12 +320,6 @@ CASES: dict[str, Case] = {
         for before in (True, False)
         for meant in (None, spec)
     },
-    "x in 16 bits": case(
-        lambda x, positions: PLAIN(x.bfloat16().to(x.dtype), positions),
-        "not-linear…",
-        "x or the result were rounded",
-        spec=SPEC,
-    ),
     **{
         f"a position ahead where {name}": case(ahead_where(at), code, spec=SPEC)
         for name, (code, at) in WHERE.items()
@@ -412,21 +372,7 @@ CASES: dict[str, Case] = {
 }
 
 
-# Rows of faults.jsonl are like planted faults, with words of the first finding and facts.
-ROWS = read_rows(Path(__file__).with_name("faults.jsonl"))
-CASES |= {
-    name: case(
-        planted.made(row["bad"]),
-        row["code"],
-        *row.get("words", ()),
-        spec=declared(row.get("spec")),
-        dtypes=[getattr(torch, dtype) for dtype in row.get("dtypes", ["float32"])],
-        facts=row.get("facts"),
-        severity=row.get("severity"),
-        **row.get("options", {}),
-    )
-    for name, row in ROWS.items()
-}
+CASES |= cases_of(Path(__file__).with_name("faults.jsonl"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from tests.support import planted_faults as planted
 from tests.support.audits import ONLY_FLOAT32, QUICK
 from tests.support.planted_faults import named
-from tests.support.records import conversion, write_record
 from tightrope import Axes, RopeSpec, patch
-from tightrope.frequencies import Given
 from tightrope_tools.audit import audit, audit_model
 
 # --- models and configurations of transformers ----------------------------------------------------
@@ -172,100 +167,8 @@ def test_bfloat16_positions_of_rotary_embedding_torch() -> None:
     named(audit(rope.rotate_queries_or_keys, **ONLY_FLOAT32))
 
 
-# --- names and files ------------------------------------------------------------------------------
-
-
-def test_a_function_by_name() -> None:
-    name = "tests.support.planted_faults"
-    report = named(audit(f"{name}:PLAIN", **QUICK))
-    made = named(audit(f"{name}:rope", make=True, **QUICK))
-    assert (report.target, made.target) == (f"{name}:PLAIN", f"{name}:rope()")
-
-
-def test_a_config_file(tmp_path: Path) -> None:
-    values = {"model_type": "llama", "rope_theta": 500000.0, "head_dim": 64, "rope_scaling": None}
-    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    for target in (str(tmp_path), tmp_path / "config.json"):
-        facts = named(audit(target)).facts
-        assert facts["frequencies"] == "geometric, base 500000"
-        assert facts["declared"] == "RopeSpec(head_dim=64, base=500000.0)"
-
-
-def test_a_conversion_record_that_contradicts_the_code(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "head_dim": 64}))
-    for pairing, codes in (("half", ()), ("interleaved", ("record",))):
-        write_record(tmp_path, conversion(pairing))
-        report = named(audit(str(tmp_path), **QUICK), *codes)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    named(audit(config, **QUICK), "record")
-    found = report.findings[0]
-    assert found.severity == "error"
-    assert found.sentence.startswith("The weights have interleaved pairing")
-    assert found.mend.endswith("tightrope convert FOLDER OUT --to half")
-
-
-# --- refusals -------------------------------------------------------------------------------------
-
-ME = __name__
-number = 3
-
-
-class Rope:
-    """A class, which is no function."""
-
-
-PER_HEAD = RopeSpec(8, scaling=Given(((1.0,) * 4, (0.5,) * 4)))
-WRONG_USE: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"target": 3}, TypeError, "target must be a function, a module, .* but got int"),
-    ({"target": "no such thing"}, ValueError, "target must be MODULE:FUNCTION, .*'no such thing'"),
-    ({"target": "of/mine.py:f"}, ValueError, ".* run from the folder .*/of and pass mine:f, but"),
-    ({"target": "mine.py:f"}, ValueError, ".* run from the folder .* and pass mine:f, but"),
-    ({"target": f"{ME}:number"}, TypeError, f"{ME}:number must be callable but is int"),
-    ({"target": f"{ME}:gone"}, ValueError, f"module '{ME}' must define 'gone' but does not"),
-    ({"target": f"{ME}:Rope"}, TypeError, ".* is a class: pass a function without arguments"),
-    ({"form": "x, y"}, ValueError, "form must list the arguments, .* but got 'x, y'"),
-    *(
-        ({"form": text}, ValueError, "form must list the arguments, .* but got")
-        for text in ("", "x, cos", "x, q", "k", "x, x", "x, positions -> cos", "x, cos, sin, cis")
-    ),
-    ({"layout": "hbsd"}, ValueError, "layout must be one of bhsd, .* but got 'hbsd'"),
-    ({"tables": "both"}, ValueError, "tables must be one of cat, repeat, half but got 'both'"),
-    ({"head_dim": 7}, ValueError, "head_dim must be even and positive but got 7"),
-    ({"dtypes": [torch.int32]}, ValueError, "dtypes must be among float32, bfloat16, float16"),
-    ({"dtypes": [torch.bfloat16]}, ValueError, "dtypes must include float32"),
-    ({"longest": 3}, ValueError, "longest must be at least 128 but got 3"),
-    ({"spec": 3}, TypeError, "spec must be a RopeSpec or None but got 3"),
-    ({"spec": PER_HEAD}, ValueError, "spec must have the same frequencies for all heads, as the"),
-    (
-        {"spec": RopeSpec(64), "head_dim": 32},
-        ValueError,
-        "head_dim must be that of the spec, 64, or None but got 32",
-    ),
-    # Layers that differ must be chosen.
-    ({"target": "gemma3_text"}, ValueError, "layer_type must be one of "),
-]
-
-
-@pytest.mark.parametrize("options, kind, sentence", WRONG_USE)
-def test_wrong_use(options: dict[str, Any], kind: type[Exception], sentence: str) -> None:
-    with pytest.raises(kind, match=rf"^\[audit\] {sentence}"):
-        audit(**({"target": planted.PLAIN} | options))
-
-
-def test_a_module_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "broken_rope.py").write_text("1 / 0\n", encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"must be importable from .* but raised ZeroDivisionError"
-    ):
-        audit("broken_rope:x")
-
-
-def test_models_without_rope_and_patched_models_are_refused() -> None:
+def test_a_patched_model_is_refused() -> None:
     """An audit would call the functions of transformers, which a patched model does not."""
-    with pytest.raises(ValueError, match="adds learned positions"):
-        audit("bert")
     model = llama()
     with (
         patch(model),
@@ -336,11 +239,3 @@ def test_a_fault_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
         "text_config": (),
         "vision_config": ("sign",),
     }
-
-
-def test_types_of_layers_are_parts(tmp_path: Path) -> None:
-    found = audit_model("gemma3_text", **QUICK)
-    assert [*found.parts] == ["sliding_attention", "full_attention"]
-    bases = [report.facts["frequencies"] for report in found.parts.values()]
-    assert bases == ["geometric, base 10000", "geometric, base 1e+06"]
-    assert found.ok, str(found)

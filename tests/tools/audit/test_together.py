@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.support import planted_faults as planted
 from tests.support.audits import QUICK
-from tests.support.models.forms import half, pairwise
 from tests.support.planted_faults import named
+from tests.support.zoo import adjacent, halves
 from tightrope import RopeSpec
 from tightrope_tools.audit import audit
 
@@ -54,7 +54,7 @@ def angles_of(max_seq_len: int) -> Any:
 
 def by_rows(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any) -> Any:
     cos, sin = (t[position_ids][:, None] for t in (cos, sin))
-    return tuple((x * cos + half(x) * sin).to(x.dtype) for x in (q, k))
+    return tuple((x * cos + halves(x) * sin).to(x.dtype) for x in (q, k))
 
 
 def of_complex(dim: int, end: int, theta: float = 10_000.0) -> Any:
@@ -72,7 +72,7 @@ def by_complex(xq: Any, xk: Any, freqs_cis: Any) -> Any:
 
 def of_packed(t: Any, cu_seqlens: Any, freqs: Any) -> Any:
     rows = torch.cat([freqs[:n, 0] for n in cu_seqlens.diff().tolist()])
-    return t * rows.cos() + half(t) * rows.sin()
+    return t * rows.cos() + halves(t) * rows.sin()
 
 
 def sines_first(positions: Any) -> Any:
@@ -82,31 +82,31 @@ def sines_first(positions: Any) -> Any:
 
 def takes_sines_first(tensor: Any, sin: Any, cos: Any) -> Any:
     sin, cos = (t[:, None].repeat_interleave(2, -1) for t in (sin, cos))
-    return tensor * cos + pairwise(tensor) * sin
+    return tensor * cos + adjacent(tensor) * sin
 
 
 def takes_both(x: Any, rope: Any) -> Any:
     cos, sin = rope
-    return x * cos[:, None] + half(x) * sin[:, None]
+    return x * cos[:, None] + halves(x) * sin[:, None]
 
 
 # Functions that make and take tables -> the code of what does not fit.
 PAIRS: dict[str, tuple[Fn, Fn, tuple[str, ...]]] = {
-    "module": (Rotary(), applied(half), ()),
-    "neighbours": (Rotary(True), applied(pairwise), ()),
+    "module": (Rotary(), applied(halves), ()),
+    "neighbours": (Rotary(True), applied(adjacent), ()),
     "by length, with rows": (by_length, by_rows, ()),
     "complex": (of_complex, by_complex, ()),
     "angles": (angles_of, of_packed, ()),
     "sines first": (sines_first, takes_sines_first, ()),
     "one argument": (Rotary(), takes_both, ()),
-    "tables in halves for neighbours": (Rotary(), applied(pairwise), ("table-pairing",)),
-    "tables of neighbours for halves": (Rotary(True), applied(half), ("table-pairing",)),
+    "tables in halves for neighbours": (Rotary(), applied(adjacent), ("table-pairing",)),
+    "tables of neighbours for halves": (Rotary(True), applied(halves), ("table-pairing",)),
     "cosines first": (
         lambda positions: sines_first(positions)[::-1],
         takes_sines_first,
         ("swapped-tables",),
     ),
-    "sines that hold the sign": (Rotary(sign=-1.0), applied(half), ("sign",)),
+    "sines that hold the sign": (Rotary(sign=-1.0), applied(halves), ("sign",)),
     "rows numbered through": (
         angles_of,
         lambda t, cu_seqlens, freqs: of_packed(t, cu_seqlens[[0, -1]], freqs),
@@ -125,7 +125,7 @@ def test_two_functions_fit_or_do_not(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fn, does", [(Rotary(), "applies"), (Rotary(True), "applies"), (applied(half), "makes")]
+    "fn, does", [(Rotary(), "applies"), (Rotary(True), "applies"), (applied(halves), "makes")]
 )
 def test_an_audit_of_one_of_them_says_that_the_other_was_not_seen(fn: Fn, does: str) -> None:
     (note,) = (each for each in named(audit(fn, **QUICK)).findings if each.code == "partner-unseen")
@@ -139,20 +139,6 @@ def test_the_base_of_two_functions_is_compared_with_the_declared_one() -> None:
     named(audit(by_complex, partner=of_complex, spec=spec, **QUICK), "base")
 
 
-@pytest.mark.parametrize(
-    "target, partner, words",
-    [
-        (applied(half), by_rows, "but both of .* take them"),
-        (by_length, Rotary(), "but none of .* takes them"),
-        (applied(half), "stack:vllm", "stack"),
-        ("llama", by_length, "are audited together already, but got llama"),
-    ],
-)
-def test_what_makes_no_pair_is_refused(target: object, partner: object, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^\[audit\] .*{words}"):
-        audit(target, partner=partner)
-
-
 def test_a_pair_of_a_factory() -> None:
-    report = audit(lambda: applied(half), partner=Rotary(), make=True, **QUICK)
+    report = audit(lambda: applied(halves), partner=Rotary(), make=True, **QUICK)
     assert named(report).facts["called as"] == "fn(q, k, positions)"

@@ -23,7 +23,6 @@ from tests.support.command import call
 from tests.support.model_configs import MODELS, QWEN3_VL, damaged, llama3, v4
 from tightrope import RopeSpec
 from tightrope.environment import PACKAGES, read_environment
-from tightrope_tools.cli._output import progress
 from tightrope_tools.command import main
 from tightrope_tools.convert import run as conversion
 
@@ -66,13 +65,6 @@ def test_lines_fit_the_terminal(tmp_path: Path, arguments: str, width: int) -> N
     assert "\x1b" not in output
 
 
-def test_a_long_line_continues_in_its_last_column(tmp_path: Path) -> None:
-    output = call(main, "inspect", written(tmp_path, LLAMA31), width=70)[1]
-    lines = output.splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith("interleaved "))
-    assert lines[at + 1] == " " * lines[at].index("model_type") + "apply_rotary_pos_emb)"
-
-
 @pytest.mark.parametrize("size", ["0", "00", "", "-1", "x", "²", "9" * 5000])
 def test_a_width_that_no_terminal_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
@@ -82,16 +74,6 @@ def test_a_width_that_no_terminal_has(
         code, output, _ = call(main, *arguments, width=size)
         lines = output.splitlines()
         assert (code, len(lines) > 20, max(map(len, lines)) <= 120) == (0, True, True)
-
-
-def test_progress_is_a_few_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    update = progress("work")
-    for index in range(101):
-        update(index / 100, f"[{index}]")
-    output, error = capsys.readouterr()
-    lines = error.splitlines()
-    assert (output, len(lines)) == ("", 11)
-    assert (lines[0], lines[-1]) == ("work   0%  [0]", "work 100%  [100]")
 
 
 # --- what is shown --------------------------------------------------------------------------------
@@ -226,23 +208,9 @@ def test_bytes_that_are_no_configuration(tmp_path: Path, content: bytes, about: 
     assert str(path) in error
 
 
-def test_places_that_are_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, gone, pipe = (tmp_path / f"{name}.json" for name in ("loop", "gone", "pipe"))
-    loop.symlink_to("loop.json")
-    gone.symlink_to("nowhere")
-    os.mkfifo(pipe)
-    large = tmp_path / "model.safetensors"
-    with large.open("wb") as file:
-        file.truncate(65 * 2**20)
-    for path, about in (
-        (loop, "loop.json"),
-        (gone, "No such file"),
-        (pipe, "is a device or a pipe"),
-        (large, "is not GGUF and has 68,157,440 bytes"),
-    ):
-        assert about in one_line(path)
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is faked, as tests may run as a user with access to every file."""
 
-    # The error is faked, as tests may run as a user with access to every file.
     def refuse(self: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 

@@ -92,12 +92,6 @@ def test_help_and_version_import_nothing_heavy(arguments: str) -> None:
     assert {"torch", "numpy", "tightrope", "matplotlib"}.isdisjoint(imported)
 
 
-def test_the_packages_that_are_needed_are_those_of_the_extra() -> None:
-    extra = re.search(r"^tools = \[(.*?)\]", PYPROJECT.read_text("utf-8"), re.MULTILINE)
-    assert extra is not None
-    assert command.NEEDS == tuple(re.findall(r'"(\w+)"', extra[1]))
-
-
 def test_ctrl_c_is_one_line_and_may_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(_: object) -> int:
         raise KeyboardInterrupt

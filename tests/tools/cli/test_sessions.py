@@ -1,7 +1,7 @@
 """The commands as a user sees them: the sessions in the text files of `sessions/`.
 
 A file has sessions, each with a title after `==`; what comes before the first belongs to all. A line that begins with
-`>` names a file, whose content follows up to the next empty line, and `$` calls the command. Below a call, `=` is its
+`>` names a file, whose content follows up to the next empty line, and `$` calls the command, or one of the system. Below a call, `=` is its
 exit code if it is not 0, `!` a part of the error stream, `-` what is printed nowhere, `:` the path and the value of an
 entry of the output in JSON, and every other line a part of the output, in this order. White space does not count. Exit
 code 2 means no output, and one line of error.
@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,10 +26,11 @@ from tests.support.helpers import ROOT
 from tightrope_tools.command import main
 
 MANY = {f"{letter}.weight": torch.zeros(2) for letter in "abcdefghijklmn"}
-FUSED = {"layers.0.attention.query_key_value.weight": torch.ones(64, 32)}
+FUSED = {"layers.0.attention.query_key_value.weight": torch.randn(64, 32)}
 # Folders that a session may name.
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "model": lambda path: write(path, llama_tensors(), shards=2),
+    "single": lambda path: write(path, llama_tensors()),
     "many": lambda path: write(path, llama_tensors() | MANY),
     "bare": lambda path: write(path, FUSED, None),
     "steering": lambda path: write(path, {"\x1b[2J\nweight": torch.zeros(1)}, LLAMA),
@@ -50,8 +53,7 @@ def words(text: str) -> str:
 
 def check_call(command: str, expected: list[str]) -> None:
     """Run a command, and compare what it prints with the lines below it."""
-    program, *arguments = shlex.split(command)
-    assert program == "tightrope"
+    arguments = shlex.split(command)[1:]
     code, output, error = call(main, *arguments, width=200)
     below: dict[str, list[str]] = {mark: [] for mark in ("=", "!", "-", ":", "")}
     for line in expected:
@@ -84,6 +86,7 @@ def test_session(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
     for name, make in CHECKPOINTS.items():
         if re.search(rf"[\s/]{name}[\s/]", session):
@@ -94,6 +97,8 @@ def test_session(
             path = tmp_path / first[2:]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(lines).strip(), encoding="utf-8")
+        elif first.startswith("$ ") and not first.startswith("$ tightrope"):
+            subprocess.run(shlex.split(first[2:]), check=True)
         elif first.startswith("$ "):
             before = contents(tmp_path)
             check_call(first[2:], [line for line in lines if line.strip()])

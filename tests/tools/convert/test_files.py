@@ -25,9 +25,8 @@ from tests.support.checkpoints import (
 )
 from tests.support.helpers import full_disk
 from tests.support.rows import read_rows
-from tightrope_tools import place
-from tightrope_tools.convert import Stated, convert, detect, run
-from tightrope_tools.convert.files import FLOATS, open_checkpoint
+from tightrope_tools.convert import Stated, convert, run
+from tightrope_tools.convert.files import FLOATS
 
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
@@ -54,16 +53,6 @@ def names_in(folder: Path) -> list[str]:
 
 
 # --- what is read and kept ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=str)
-def test_values_are_read_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    values = torch.linspace(-200, 200, 48).view(6, 8).to(dtype)
-    save_file({"a": values}, tmp_path / "a.safetensors")
-    (entry,) = open_checkpoint(tmp_path / "a.safetensors").entries
-    read = entry.rows(1, 4, 6)
-    assert read.dtype == torch.float64
-    assert torch.equal(read, values[1:5].double())
 
 
 def linked(folder: Path) -> None:
@@ -169,32 +158,6 @@ def test_an_index_may_not_be_a_link_to_elsewhere(tmp_path: Path, shards: Path) -
 
 # --- the path of the result -----------------------------------------------------------------------
 
-EXISTS = "OUT must not exist yet but .* does: remove it, or choose another name"
-
-
-@pytest.mark.parametrize(
-    "target, match",
-    [
-        ("a", EXISTS),
-        ("a folder", EXISTS),
-        ("a file", EXISTS),
-        ("a link", EXISTS),
-        ("a/below", "must not lie inside the checkpoint's folder"),
-        ("x/y", "must be in an existing folder but"),
-    ],
-)
-def test_nothing_is_replaced_or_written_in_other_places(
-    tmp_path: Path, source: Path, target: str, match: str
-) -> None:
-    (tmp_path / "a folder").mkdir()
-    (tmp_path / "a file").write_bytes(b"mine")
-    (tmp_path / "a link").symlink_to("nowhere")
-    before = contents(tmp_path)
-    for checkpoint in [source] + [source / "model.safetensors"] * (match == EXISTS):
-        with refused(match):
-            convert(checkpoint, tmp_path / target, to="interleaved")
-    assert contents(tmp_path) == before
-
 
 @pytest.mark.parametrize("single", [False, True])
 def test_too_small_a_disk_leaves_nothing(
@@ -217,50 +180,6 @@ def test_too_small_a_disk_leaves_nothing(
     assert error.value.errno == errno.ENOSPC
     assert contents(tmp_path) == before
     assert names_in(tmp_path) == ["a"]
-
-
-@pytest.mark.parametrize("single", [False, True])
-def test_what_a_killed_conversion_left_is_removed(
-    tmp_path: Path, source: Path, single: bool
-) -> None:
-    left = place.partial_path(tmp_path / "b") / "tightrope-x" / "b"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(b"half of it")
-    convert(source / "model.safetensors" if single else source, tmp_path / "b", to="interleaved")
-    assert names_in(tmp_path) == ["a", "b"]
-
-
-def test_a_folder_of_the_user_is_no_leftover(tmp_path: Path) -> None:
-    source = write(tmp_path / "b.partial", llama_tensors())
-    before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match="it holds files that no interrupted command left"):
-        convert(source, tmp_path / "b", to="interleaved")
-    assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("ends", ["first", "second"])
-def test_two_conversions_to_one_place(
-    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
-    """The second takes the folder away from the first, so that no result is a mixture."""
-    out, reorder = tmp_path / "b", run.reorder
-
-    def meanwhile(*arguments: Any) -> None:
-        monkeypatch.setattr(run, "reorder", reorder)
-        if ends == "second":
-            convert(shards, out, to="interleaved")
-        else:
-            with pytest.raises(OSError, match="Too little"), place.placed(out):
-                raise OSError("Too little of something")
-        reorder(*arguments)
-
-    monkeypatch.setattr(run, "reorder", meanwhile)
-    with pytest.raises(FileNotFoundError):
-        convert(shards, out, to="interleaved")
-    assert names_in(tmp_path) == (["b", "shards"] if ends == "second" else ["shards"])
-    if ends == "second":
-        convert(shards, tmp_path / "c", to="interleaved")
-        assert contents(out) == contents(tmp_path / "c")
 
 
 def test_a_proof_that_fails_gives_no_result(
@@ -314,11 +233,6 @@ def test_damaged_files_are_reported_and_lose_nothing(tmp_path: Path, name: str) 
         assert names_in(tmp_path) == ["a"]
     assert len(messages) > 40  # most damage to weights leaves the format valid
     assert [text for text in messages if not text.startswith("[") or "\n" in text] == []
-
-
-def test_a_checkpoint_that_is_not_there() -> None:
-    with refused(r"^\[detect\] the checkpoint must exist"):
-        detect("gone")
 
 
 def test_a_section_states_its_own_pairing(tmp_path: Path) -> None:

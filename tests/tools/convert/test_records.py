@@ -1,7 +1,6 @@
 """A record is about the tensors that were converted: obeyed for these, and for no others."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from tests.support.checkpoints import (
     llama_tensors,
     write,
 )
-from tests.support.records import conversion, write_record
+from tests.support.matrix import every_pair
+from tests.support.records import conversion
 from tightrope import RopeSpec
 from tightrope.config.files import RECORD
 from tightrope_tools.convert import Conversion, Stated, convert, detect
@@ -70,9 +70,11 @@ def sections_of(folder: Path) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("first", SECTIONS)
-@pytest.mark.parametrize("undone", SECTIONS)
-@pytest.mark.parametrize("ways", ["folders", "files", "folders then files", "files then folders"])
+@every_pair(
+    first=tuple(SECTIONS),
+    undone=tuple(SECTIONS),
+    ways=("folders", "files", "folders then files", "files then folders"),
+)
 def test_a_record_is_about_its_section(llava: Path, first: str, undone: str, ways: str) -> None:
     """One section after the other is converted, and back; a file carries the record of its folder."""
     here, expected = llava, dict.fromkeys(SECTIONS, False)
@@ -169,29 +171,6 @@ def test_layers_of_a_part_without_rope_are_not_of_the_section(tmp_path: Path) ->
     assert contents(tmp_path / "c") == contents(source)
 
 
-def test_records_of_some_of_the_tensors(tmp_path: Path) -> None:
-    source = write(tmp_path / "a", llama_tensors(), shards=2)
-    name = "model-00001-of-00002.safetensors"
-    convert(source / name, tmp_path / name, to="interleaved", stated=Stated(config=source))
-    (tmp_path / name).rename(source / name)
-    with refused(f"state {name}: interleaved, nothing about model.layers.*: pass --from if all"):
-        detect(source)
-
-
-def test_shards_of_which_one_was_converted(tmp_path: Path) -> None:
-    """No pairing is read for all of them, and none is converted, until the user states it."""
-    source = write(tmp_path / "a", llama_tensors(), shards=2)
-    first, _ = sorted(source.glob("*.safetensors"))
-    go(first, "one.safetensors", "interleaved", config=source)
-    mixed = Path(shutil.copytree(source, tmp_path / "mixed"))
-    (mixed / "one.safetensors").replace(mixed / first.name)
-    with pytest.raises(ValueError, match=r"nothing about model\.layers\.0\.self_attn\.k_proj"):
-        go(mixed, "c", "half")
-    with pytest.raises(ValueError, match=r"model-00001.* was converted and model-00002.* was not"):
-        RopeSpec.from_config(mixed)
-    assert RopeSpec.from_config(mixed, interleaved=True).interleaved
-
-
 def test_a_record_about_tensors_that_were_renamed(tmp_path: Path) -> None:
     """Neither the record nor the family states their pairing: the family's would permute them twice."""
     source = write(tmp_path / "a", llama_tensors(), LLAMA)
@@ -234,93 +213,7 @@ def test_from_config_obeys_a_record_in_the_files_of_weights(tmp_path: Path, shar
         assert not inspect(source).parts[0].spec.interleaved
 
 
-def test_a_record_in_a_file_of_any_name(tmp_path: Path) -> None:
-    """Beside the file that was converted, one that was not leaves the pairing of the folder open."""
-    source = write(tmp_path / "a", llama_tensors(), LLAMA)
-    file = source / "consolidated.safetensors"
-    convert(source / MODEL, file, to="interleaved", stated=Stated(config=source))
-    for reads in (read, inspect):
-        with refused(f"must have one pairing but {file.name} was converted and {MODEL} was not"):
-            reads(source)
-    (source / MODEL).unlink()
-    (part,) = inspect(source).parts
-    assert part.spec == read(source)
-    assert part.spec.interleaved
-
-
-def test_a_record_beside_a_single_file_is_about_the_files_that_it_lists(tmp_path: Path) -> None:
-    source = write(tmp_path / "a", llama_tensors(), LLAMA)
-    go(source, "b", "interleaved")
-    other = tmp_path / "b" / "other.safetensors"
-    other.write_bytes((source / MODEL).read_bytes())
-    assert detect(tmp_path / "b" / MODEL).stated == "interleaved"
-    assert detect(other).stated == "half"
-
-
-def test_a_record_is_about_the_slice_that_was_converted(tmp_path: Path) -> None:
-    go(write(tmp_path / "a", llama_tensors(), LLAMA), "b", "interleaved")
-    config = tmp_path / "b" / "config.json"
-    config.write_text(json.dumps({**LLAMA, "rope_theta": 3e4}))
-    assert read(tmp_path / "b").interleaved
-    config.write_text(json.dumps({**LLAMA, "head_dim": 4, "num_attention_heads": 8}))
-    with refused("interleaved must be given, as .* and the configuration another slice, 4 of 4"):
-        read(tmp_path / "b")
-    assert read(tmp_path / "b", interleaved=True)
-
-
-def test_a_record_beside_another_configuration(tmp_path: Path) -> None:
-    """It is about the outer level of a Llama, which this is not."""
-    go(write(tmp_path / "a", llama_tensors(), LLAMA), "b", "interleaved")
-    rope = {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
-    sections = {
-        "model_type": "qwen2_5_vl",
-        "text_config": {"hidden_size": 32, "num_attention_heads": 4, **rope},
-        "vision_config": {"hidden_size": 32, "num_heads": 4},
-    }
-    there = tmp_path / "b/config.json"
-    there.write_text(json.dumps(sections), encoding="utf-8")
-    for section in (None, "text_config", "vision_config"):
-        with refused("and others but not which section of this configuration describes"):
-            inspect(there, section=section)
-    assert inspect(there, section="text_config", interleaved=True).parts[0].spec.interleaved
-
-
-@pytest.mark.parametrize("changed", [{"packing": "grouped"}, {"rotary_dim": 4}])
-def test_the_way_back_of_other_rows_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
-    source = write(tmp_path / "a", {"layers.0.attn.qkv.weight": torch.randn(96, 32)}, None)
-    known = {"naming": {"layers.*.attn.qkv": "qkv"}, "head_dim": 8, "heads": 4, "kv_heads": 4}
-    known["packing"] = "blocks"
-    go(source, "b", "interleaved", **known, source="half")
-    text = "must be about the rows of layers.0.attn.qkv.weight that would move but states others: state the slice"
-    with refused(text):
-        go(tmp_path / "b", "c", "half", **{**known, **changed})
-    go(tmp_path / "b", "c", "half", **known)
-    assert contents(tmp_path / "c") == contents(source)
-    # Where the user states the pairing, nothing is undone, and the record stays.
-    go(tmp_path / "b", "d", "half", **{**known, **changed}, source="interleaved")
-    record = json.loads((tmp_path / "d" / RECORD).read_text("utf-8"))
-    assert record["conversions"][0]["pairing"] == "half"
-
-
 # --- the user, and other programs -----------------------------------------------------------------
-
-
-def test_the_user_overrides_a_record(tmp_path: Path) -> None:
-    source = write(tmp_path / "a", llama_tensors())
-    go(source, "b", "interleaved")
-    # This is not the way back.
-    done = go(tmp_path / "b", "c", "interleaved", source="half")
-    assert RECORD in done.files
-    assert (
-        f"{NOTE}the result by RopeSpec(…, interleaved=True), which pairs neighbours; "
-        in done.notes[0]
-    )
-    assert detect(tmp_path / "c").stated == "interleaved"
-    for out, stated in (("d", {}), ("e", {"source": "interleaved"})):
-        done = go(tmp_path / "b", out, "half", **stated)
-        assert done.notes == ()  # the family's own pairing
-    with refused("is already interleaved .stated by the conversion record tightrope_convert.json."):
-        go(tmp_path / "b", "f", "interleaved")
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -365,30 +258,12 @@ def test_a_record_that_another_program_wrote_anew(tmp_path: Path) -> None:
     assert metadata_of(d) == record
 
 
-def test_a_record_beside_the_weights_must_agree_with_theirs(tmp_path: Path) -> None:
-    folder = tmp_path / "b"
-    folder.mkdir()
-    source = write(tmp_path / "a", llama_tensors())
-    convert(source / MODEL, folder / MODEL, to="interleaved")
-    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
-    write_record(folder, conversion("half"))
-    text = "state model.safetensors: interleaved, tightrope_convert.json: half: pass"
-    with refused(f"must agree but {text}"):
-        go(folder, "d", "half")
-
-
-def test_a_record_about_tensors_of_other_files(tmp_path: Path) -> None:
-    """A file of a folder need not hold what the record of the folder is about; the folder must."""
-    source = write(tmp_path / "a", llama_tensors())
-    record = {"files": [MODEL], "conversions": [conversion("half", tensors=["elsewhere.weight"])]}
-    (source / RECORD).write_text(json.dumps(record), encoding="utf-8")
-    assert detect(source / MODEL).assumed
-    with refused("must be in the checkpoint but elsewhere.weight are not"):
-        detect(source)
-
-
 @pytest.mark.parametrize(
-    "text", ['{"pairing": "half"}', '{"conversions": [{}]}', '{"conversions": 1}', "{"]
+    "text",
+    [
+        *('{"pairing": "half"}', '{"conversions": [{}]}', '{"conversions": 1}', "{"),
+        json.dumps({"conversions": [conversion("sideways")]}),
+    ],
 )
 def test_an_invalid_record_is_refused(tmp_path: Path, text: str) -> None:
     """The record of an earlier version states a pairing and no section."""

@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
-from tests.support.models.forms import Function
-from tightrope_tools.forms import FORMS, calls_of
-
-COS, SIN = torch.tensor([0.6, 0.6, 0.8, 0.8]), torch.tensor([0.8, 0.8, -0.6, -0.6])
-# The roles of a form -> the arguments for two pairs, whose tables have each entry twice in a row.
-BUILT: dict[tuple[str, ...], tuple[Any, ...]] = {
-    ("cos", "sin"): (COS, SIN),
-    ("cis",): (torch.complex(COS, SIN),),
-    ("pair",): ((COS, SIN),),
-    ("stacked",): (torch.stack((COS, SIN)),),
-    ("reversed_pair",): ((SIN, COS),),
-    ("sin_cos",): (torch.cat((SIN, COS)),),
-    ("cos_sin",): (torch.cat((COS, SIN)),),
-    ("matrix",): (torch.tensor([[[0.6, -0.8], [0.8, 0.6]], [[0.8, 0.6], [-0.6, 0.8]]]),),
-    ("angles",): (torch.atan2(SIN, COS),),
-}
-
-
-def test_each_form_is_built_from_cosines_and_sines() -> None:
-    tables = {form.roles: form.build for form in FORMS.values() if form.build is not None}
-    assert tables.keys() == BUILT.keys()
-    for roles, build in tables.items():
-        got = build(COS, SIN)
-        for one, other in zip(got, BUILT[roles], strict=True):
-            same = zip(one, other) if isinstance(one, tuple) else [(one, other)]
-            assert all(torch.equal(a, b) for a, b in same), roles
-
+from tests.support.zoo import Function
+from tightrope_tools.forms import calls_of
 
 # The roles of one argument that holds the whole table.
 _ONE_TABLE = "pair stacked cis matrix sin_cos cos_sin angles reversed_pair".split()

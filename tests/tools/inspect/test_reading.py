@@ -73,18 +73,6 @@ def test_every_published_model_is_reported_whole(model: Model) -> None:
 # --- fields and parts -----------------------------------------------------------------------------
 
 
-def test_fields_and_their_sources() -> None:
-    part = only(LLAMA31)
-    fields = {each.name: each for each in part.part.fields}
-    assert fields["base"][1:] == (500000.0, "rope_theta")
-    assert fields["scaling.factor"][1:] == (8.0, "rope_scaling.factor")
-    assert part.part.context == ("max_position_embeddings", 131072)
-    assert (part.context, part.trained) == (131072, 8192)
-    assert part.fields[-1] == ("context", 131072, "max_position_embeddings")
-    assert only(LLAMA31, context=4096).context == 4096
-    assert only(LLAMA31, context=4096).fields[-1] == ("context", 4096, "as requested")
-
-
 def test_a_saved_spec(tmp_path: Path) -> None:
     spec = RopeSpec(128, base=5e5, scaling=Llama3(8, 1, 4, 8192))
     path = tmp_path / "spec.json"
@@ -113,19 +101,6 @@ def test_sections_and_layers() -> None:
     found = inspect(broken)
     assert [part.name for part in found.parts] == ["text_config"]
     assert "num_heads must be an int" in str(found.without[0].why_not)
-
-
-FLUX = {"_class_name": "FluxTransformer2DModel", "attention_head_dim": 128}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{**FLUX, "axes_dims_rope": [16, 56, 56]}, {"architecture": "vit_base_patch16_rope_224"}],
-    ids=["diffusers", "timm"],
-)
-def test_configurations_of_other_libraries_are_read(config: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert only(tmp_path).spec == RopeSpec.from_config(tmp_path)
 
 
 def test_a_gguf_file_is_read(tmp_path: Path) -> None:

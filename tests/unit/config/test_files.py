@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from tests.support.checkpoints import LLAVA
 from tests.support.reading import LLAMA, read, refused
 from tests.support.records import conversion, write_record
 from tightrope.config import provenance, records_of
@@ -49,14 +50,8 @@ def test_a_file_must_hold_an_object_whose_keys_have_one_value(
 
 # --- the record of a conversion -------------------------------------------------------------------
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "rope_theta": 1e4, "num_hidden_layers": 1}
-LLAVA: dict[str, Any] = {
-    "model_type": "llava",
-    "image_token_index": 5,
-    "text_config": {"model_type": "llama", "vocab_size": 8, "intermediate_size": 8, **SIZES},
-    "vision_config": {"model_type": "pixtral", "head_dim": 8, "intermediate_size": 8, **SIZES},
-}
-OMNI: dict[str, Any] = {"model_type": "qwen2_5_omni", "thinker_config": {"text_config": {**SIZES}}}
+TEXT = {key: value for key, value in LLAVA["text_config"].items() if key != "model_type"}
+OMNI: dict[str, Any] = {"model_type": "qwen2_5_omni", "thinker_config": {"text_config": TEXT}}
 IN_TEXT = {"section": "text_config", "model": "model_type 'llama'"}
 IN_VISION = {"section": "vision_config", "model": "model_type 'pixtral'"}
 PARTS = {"text_config": IN_TEXT, "vision_config": IN_VISION}
@@ -156,19 +151,3 @@ def test_a_record_of_a_part_of_a_section_is_a_question(tmp_path: Path) -> None:
     refused(folder, text)
     write_record(folder, one, conversion("interleaved", tensors=["b"]))
     assert read(folder).interleaved
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"pairing": "half"},
-        {"conversions": [{"pairing": "half"}]},
-        {"conversions": [conversion("sideways")]},
-        {"conversions": {"pairing": "half"}},
-    ],
-)
-def test_an_invalid_record_is_refused(tmp_path: Path, record: dict[str, Any]) -> None:
-    folder = converted(tmp_path, LLAMA)
-    (folder / "tightrope_convert.json").write_text(json.dumps(record), encoding="utf-8")
-    text = "tightrope_convert.json must list conversions, each with its section, pairing and tensors, but does not"
-    refused(folder, text)

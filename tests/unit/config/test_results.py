@@ -15,7 +15,7 @@ import transformers
 from tests.support.reading import LLAMA, llama, read, refused
 from tests.support.refused_calls import refused_calls
 from tightrope import Axes, RopeSpec
-from tightrope.config import LayerSpecs, sections
+from tightrope.config import LayerSpecs
 from tightrope.frequencies import RULES, Frequencies, Rule, default
 
 SPEC = RopeSpec(128, base=5e5)
@@ -86,38 +86,6 @@ def test_the_number_of_a_single_layer_may_be_an_int() -> None:
 
 
 # --- sections ---------------------------------------------------------------------------------------
-
-TEXT = {"model_type": "qwen2", "hidden_size": 128, "num_attention_heads": 2, "rope_theta": 5e5}
-OTHER = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "rope_theta": 1e4}
-SPEECH = {**OTHER, "model_type": "wav2vec2-conformer"}
-TIMES = {"model_type": "musicflamingo", "rope_parameters": {"rope_theta": 1200.0}}
-
-
-@pytest.mark.parametrize(
-    "config, found",
-    [
-        (
-            {"v_config": OTHER, "text_config": TEXT, "a_config": OTHER},
-            "v_config text_config a_config",
-        ),
-        ({"encoder": {**SPEECH, "position_embeddings_type": None}, "decoder": TEXT}, "decoder"),
-        (
-            {"encoder": {**SPEECH, "position_embeddings_type": ["rotary"]}, "decoder": TEXT},
-            "decoder",
-        ),
-        (
-            {"encoder": {**SPEECH, "position_embeddings_type": "rotary"}, "decoder": TEXT},
-            "encoder decoder",
-        ),
-        ({**TIMES, "text_config": TEXT}, "text_config"),
-        ({"model_type": "bert", "audio_config": OTHER}, ""),
-    ],
-)
-def test_sections_are_the_parts_that_rotate(config: dict[str, Any], found: str) -> None:
-    assert {*sections(config)} == {*(found.split() or [""])}
-    chosen = "decoder" if "decoder" in found else "text_config"
-    if chosen in found:
-        assert read(config, section=chosen) == RopeSpec(64, base=5e5)
 
 
 def test_a_model_with_two_rotations_names_the_way_to_each() -> None:

@@ -9,6 +9,7 @@ rows/*.jsonl have a configuration per line:
   null for those that do not rotate, and layers: the type of each layer, where it is known;
 - sources: for some fields, the key or the code that gave them;
 - refused: a phrase of the error, and error: its type, if it is not ValueError;
+- sections: the parts that rotate;
 - asks: the arguments that the question asks for, and spec: that of the call that it advises for code like Llama's.
 
 Files of public models are in tests/support/data/model_configs.json too; models_of_2026.jsonl has those that the installed
@@ -31,7 +32,7 @@ from tests.support.advice import calls_in, made_by
 from tests.support.model_configs import MODELS, REFUSED
 from tests.support.reading import gguf, outcome, read, refused, without
 from tightrope import Axes, RopeSpec
-from tightrope.config import LayerSpecs, provenance
+from tightrope.config import LayerSpecs, provenance, sections
 from tightrope.frequencies import Rule
 
 FOLDER = Path(__file__).with_name("rows")
@@ -155,6 +156,11 @@ def test_a_configuration_is_refused_or_asked_about(case: Case) -> None:
     if "strict" not in said:
         lax = str(outcome(case.config, **case.answers, strict=False))
         assert lax.partition("; ")[0] == said.partition("; ")[0]
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if "sections" in one.row], ids=by_name)
+def test_sections_are_the_parts_that_rotate(case: Case) -> None:
+    assert {*sections(case.config)} == {*case.row["sections"]}
 
 
 ANSWERS = {"interleaved": True, "rotary_dim": 64, "start": 128, "rope_layers": "all"}

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.support.checkpoints import LLAVA
 from tests.support.models.of_transformers import (
     FAMILIES,
     assert_equal_runs,
@@ -230,15 +231,6 @@ def test_a_pickled_model_is_loaded_unpatched(options: dict[str, Any], llama: Any
 
 
 # --- warnings and errors --------------------------------------------------------------------------
-
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 1}
-LLAVA: dict[str, Any] = {
-    "model_type": "llava",
-    "image_token_index": 5,
-    "text_config": {"model_type": "llama", "vocab_size": 16, **SIZES},
-    "vision_config": {"model_type": "pixtral", "head_dim": 16, "image_size": 32, **SIZES},
-}
 
 
 @pytest.mark.parametrize("section, model", [("text_config", "llama"), ("vision_config", "pixtral")])

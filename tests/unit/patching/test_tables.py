@@ -338,41 +338,36 @@ def test_frequencies_in_a_distributed_tensor_are_an_error(one_process: None) -> 
         model.angles(X, FAR)
 
 
-@pytest.mark.parametrize("options", [{}, {"angles": "exact"}], ids=str)
-def test_ids_of_packed_text_in_all_axes_are_counted(options: dict[str, Any]) -> None:
-    model, each = small_model("Qwen2.5-VL"), torch.arange(12)
-    picture = torch.stack((each, each // 4, each % 4))[:, None]
-    report = patch(model, **options)
-    for ids in (each.expand(3, 2, 12), (each % 5).expand(3, 2, 12), picture):
-        model(**small_inputs(), position_ids=ids)
-    doubtful = {place: calls.doubtful for place, calls in report.calls().items() if calls.doubtful}
-    place = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding.forward"
-    assert doubtful == {place: 1}
-    assert "in which ids restart within a row, equal on all axes: 1; give" in str(report)
+EACH = torch.arange(12)
+TOKENS = torch.arange(24).view(2, 12) % 9 + 1
+PADDED = torch.cat((TOKENS[:1], TOKENS[1:].index_fill(1, torch.tensor([0, 1]), 0)))
+PICTURE = torch.stack((EACH, EACH // 4, EACH % 4))[:, None]
+SHARED = EACH.expand(3, 2, 12)
+OWN = torch.stack((EACH, (EACH - 2).clamp(min=0))).expand(3, 2, 12)
+#: What is counted -> calls, of which only one counts, and what the report says.
+COUNTED: dict[str, tuple[list[tuple[torch.Tensor, torch.Tensor]], str]] = {
+    "doubtful": (
+        [(TOKENS, SHARED), (TOKENS, (EACH % 5).expand(3, 2, 12)), (TOKENS, PICTURE)],
+        "in which ids restart within a row, equal on all axes: 1; give",
+    ),
+    "padded": (
+        [(TOKENS, SHARED), (PADDED, OWN), (PADDED, SHARED), (PADDED[1:], SHARED[:, 1:])],
+        "in which rows share ids, but some seem to begin with padding: 1; give",
+    ),
+}
 
 
 @pytest.mark.parametrize("options", [{}, {"angles": "exact"}], ids=str)
-def test_padded_rows_that_share_ids_are_counted(options: dict[str, Any]) -> None:
-    model, each = small_model("Qwen2.5-VL"), torch.arange(12)
-    tokens = torch.arange(24).view(2, 12) % 9 + 1
-    padded = tokens.index_fill(1, torch.tensor([0, 1]), 0)
-    padded[0] = tokens[0]
+@pytest.mark.parametrize("kind", COUNTED)
+def test_ids_of_packed_or_padded_rows_are_counted(kind: str, options: dict[str, Any]) -> None:
+    model, (calls, words) = small_model("Qwen2.5-VL"), COUNTED[kind]
     report = patch(model, **options)
-    shared, own = (
-        each.expand(3, 2, 12),
-        torch.stack((each, (each - 2).clamp(min=0))).expand(3, 2, 12),
-    )
-    for input_ids, ids in (
-        (tokens, shared),
-        (padded, own),
-        (padded, shared),
-        (padded[1:], shared[:, 1:]),
-    ):
+    for input_ids, ids in calls:
         model(input_ids=input_ids, position_ids=ids)
-    padded_calls = {place: calls.padded for place, calls in report.calls().items() if calls.padded}
+    found = {place: n for place, calls in report.calls().items() if (n := getattr(calls, kind))}
     place = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding.forward"
-    assert padded_calls == {place: 1}
-    assert "in which rows share ids, but some seem to begin with padding: 1; give" in str(report)
+    assert found == {place: 1}
+    assert words in str(report)
 
 
 def test_ids_without_values_are_not_looked_at() -> None:

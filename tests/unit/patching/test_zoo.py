@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-from tests.support import zoo
+from tests.support import pairwise, zoo
 from tests.support.helpers import Watcher
 from tests.support.rows import read_rows
 from tests.support.tolerances import assert_each, value
@@ -106,9 +106,10 @@ def test_results_and_gradients_keep_their_bits(row: Row, letters: str) -> None:
     """In sizes and strides that verification never tries, in any order; where it must, the operator serves."""
     model = model_of(row.function, row.method)
     steps = value("complex products") if row.form == "complex" else 0.0
-    every = [*itertools.product(SIZES, variants(row), zoo.STRIDES, [False])]
-    every += [*itertools.product(SIZES[:2], variants(row)[:2], ["contiguous"], [True])]
-    cases = [each for each in every if "f" not in letters or "transposed" not in each[2]]
+    kept = [each for each in zoo.STRIDES if "f" not in letters or "transposed" not in each]
+    axes = {"sizes": SIZES, "variant": variants(row), "strides": kept}
+    cases = [(*each.values(), False) for each in pairwise.covering(axes, lambda _: True)]
+    cases += itertools.product(SIZES[:2], variants(row)[:2], ["contiguous"], [True])
 
     def run(case: Any) -> Outcome:
         sizes, (dtypes, grads, _), strides, learned = case

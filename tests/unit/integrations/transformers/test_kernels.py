@@ -14,7 +14,7 @@ from transformers.utils import import_utils
 
 from tests.support.command import python
 from tests.support.helpers import ROOT
-from tightrope.integrations.transformers import mapping, register
+from tightrope.integrations.transformers import register
 
 needs_kernels = pytest.mark.skipif(
     importlib.util.find_spec("kernels") is None, reason="the kernels package is not installed"
@@ -152,10 +152,3 @@ def test_versions_that_do_not_go_together_are_named(monkeypatch: pytest.MonkeyPa
     needs = r"\[register\] needs a version of kernels that transformers \S+ takes, from 7.0 to below 7.1, but \S+ is"
     with pytest.raises(ImportError, match=needs):
         register()
-
-
-@needs_kernels
-def test_every_device_and_mode() -> None:
-    (entries,) = mapping().values()
-    assert list(entries) == "cpu cuda mps neuron npu rocm tpu xpu".split()
-    assert {len(modes) for modes in entries.values()} == {4}
