@@ -29,7 +29,7 @@ def test_the_environment_forces_a_set(isa: str) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, isa or SETS[0]), done.stderr
 
 
-@pytest.mark.parametrize("name", ["avx1024", "AVX2", "avx2 ", "best"])
+@pytest.mark.parametrize("name", ["AVX2", "avx2 "])
 def test_an_unknown_set_is_an_import_error(name: str) -> None:
     """In a process of its own, because torch 2.10 registers no operator twice."""
     program = """
