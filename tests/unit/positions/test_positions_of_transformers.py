@@ -141,7 +141,7 @@ def assert_published(model: str, number: int) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_batches(model: str) -> None:
-    for number in range(40):
+    for number in range(25):
         assert_published(model, number)
 
 
@@ -149,7 +149,7 @@ def test_batches(model: str) -> None:
 @pytest.mark.parametrize("model", [*TOGETHER, "qwen3_vl", "glm4v"])
 def test_a_thousand_batches(model: str) -> None:
     """The other families have the code of Qwen3-VL and GLM-4V."""
-    for number in range(40, 1040):
+    for number in range(25, 1025):
         assert_published(model, number)
 
 
