@@ -5,44 +5,32 @@ for derivatives.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
-ROOT_HALF = math.sqrt(0.5)
+#: f of float64 x, by the textbook formula.
+FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda x: x,
+    "relu": lambda x: torch.where(x > 0, x, 0.0),
+    "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: x * torch.erfc(-x * math.sqrt(0.5)) / 2,
+    "elu": lambda x: torch.where(x > 0, x, torch.expm1(torch.where(x > 0, 0.0, x))),
+    "relu2": lambda x: torch.where(x > 0, x * x, 0.0),
+    "softplus": lambda x: torch.log1p(torch.exp(x)),
+    "exp": torch.exp,
+    "leaky_relu": lambda x: torch.where(x > 0, x, x * 0.01),
+    "tanh": lambda x: torch.expm1(2 * x) / (torch.expm1(2 * x) + 2),
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "softmax": lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
+}
 
 
 def act(name: str, x: torch.Tensor) -> torch.Tensor:
     """Return f of float64 x by the textbook formula."""
-    one = torch.ones((), dtype=torch.float64)
-    if name == "relu":
-        return torch.where(x > 0, x, 0 * one)
-    if name == "sigmoid":
-        return 1 / (1 + torch.exp(-x))
-    if name == "silu":
-        return x / (1 + torch.exp(-x))
-    if name == "gelu":
-        return x * torch.erfc(-x * ROOT_HALF) / 2
-    if name == "elu":
-        return torch.where(x > 0, x, torch.expm1(torch.where(x > 0, 0 * one, x)))
-    if name == "relu2":
-        return torch.where(x > 0, x * x, 0 * one)
-    if name == "softplus":
-        return torch.log1p(torch.exp(x))
-    if name == "exp":
-        return torch.exp(x)
-    if name == "leaky_relu":
-        return torch.where(x > 0, x, x * 0.01)
-    if name == "tanh":
-        return torch.expm1(2 * x) / (torch.expm1(2 * x) + 2)
-    if name == "sin":
-        return torch.sin(x)
-    if name == "cos":
-        return torch.cos(x)
-    if name == "softmax":
-        e = torch.exp(x)
-        return e / e.sum(-1, keepdim=True)
-    assert name == "none"
-    return x
+    return FORMULAS[name](x)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:

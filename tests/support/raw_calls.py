@@ -1,25 +1,25 @@
-"""Drawn calls of the raw operators, with any sizes, strides and options."""
+"""Drawn calls of the raw operators: those that public functions make, with any sizes, strides and mistakes."""
 
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from tests.support import caches, calls
+from tests.support.functions import FUNCTIONS
 from tests.support.matrix import DTYPES
 from tests.support.tolerances import assert_same_bits
-from tightrope._rounding import ROUNDINGS
-from tightrope.activations import ACTS, NONE, RMS_NORM
 from tightrope.ops import schema
 from tightrope.ops.eight import FORMATS
-
-# Indices of the sources that are tables.
-TABLES = [schema.SOURCES.index(name) for name in schema.TABLES]
-
 
 # Sizes larger than any memory; torch still makes empty or expanded tensors of these sizes.
 HUGE = (2**50, 2**62, 2**63 - 1)
@@ -38,7 +38,7 @@ MARGIN = 64
 
 
 class Draw(random.Random):
-    """Draws random sizes and makes tensors.
+    """Draws random numbers.
 
     Attributes:
         eights: the share of caches in 8 bits, which the kernel for CPUs refuses.
@@ -48,69 +48,6 @@ class Draw(random.Random):
 
     def sometimes(self, share: float) -> bool:
         return self.random() < share
-
-    def size(self, *, huge: float = 0.03) -> int:
-        return self.choice(HUGE) if self.sometimes(huge) else self.choice((1, 1, 2, 3, 5, 9))
-
-    def sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes, occasionally with one of them changed."""
-        found = list(sizes)
-        if self.sometimes(0.03):
-            found[self.randrange(len(found))] = self.choice((0, 1, 2, *HUGE))
-        return found
-
-    def tensor(
-        self,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        written: bool = False,
-        low: int = -(2**62),
-    ) -> torch.Tensor:
-        """Return a tensor with unused memory on both sides, often permuted, sometimes expanded.
-
-        Dimensions of size 1 may have any stride. A tensor that is empty, or has more than FEW
-        elements, is a view of one element; any other tensor is not expanded if `written`.
-        """
-        sizes, count = list(sizes), prod(sizes)
-        if count == 0 or count > FEW:
-            strides = [self.choice(ANY_STRIDE) if count == 0 or n == 1 else 0 for n in sizes]
-            return numbers(1, dtype, self, low).as_strided(sizes, strides)
-        order = list(range(len(sizes)))
-        if self.sometimes(0.5):
-            self.shuffle(order)
-        strides, step = [0] * len(sizes), 1
-        for d in reversed(order):
-            if not written and self.sometimes(0.05):
-                continue  # expanded
-            strides[d] = step
-            step *= sizes[d]
-        memory = numbers(step + 2 * MARGIN, dtype, self, low)
-        for d, n in enumerate(sizes):
-            if n == 1 and self.sometimes(0.5):
-                strides[d] = self.choice(ANY_STRIDE)
-        return memory.as_strided(sizes, strides, MARGIN)
-
-    def words(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Return phase words: contiguous, as the operator requires, unless they are huge."""
-        count = prod(sizes)
-        if count > FEW:
-            return numbers(1, torch.int64, self).as_strided(sizes, [0] * len(sizes))
-        strides = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
-        for d, n in enumerate(sizes):
-            if count == 0 or n == 1:
-                strides[d] = self.choice(ANY_STRIDE)
-        return numbers(max(count, 1), torch.int64, self).as_strided(sizes, strides)
-
-
-def numbers(count: int, dtype: torch.dtype, draw: Draw, low: int = -(2**62)) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(draw.getrandbits(32))
-    if dtype == torch.uint8:
-        return torch.randint(0, 2, (count,), generator=generator, dtype=dtype)
-    if not dtype.is_floating_point:
-        low = max(low, torch.iinfo(dtype).min)
-        return torch.randint(low, -low, (count,), generator=generator, dtype=dtype)
-    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def tame(value: Any) -> Any:
@@ -136,304 +73,167 @@ def memory_of(x: torch.Tensor) -> torch.Tensor:
 Call = tuple[Callable[..., Any], list[Any], list[int]]
 
 
-def shape(layout: int, rows: int, heads: int, tokens: int, head_dim: int) -> list[int]:
-    by_name = {"b": rows, "h": heads, "s": tokens, "t": tokens, "d": head_dim}
-    return [by_name[name] for name in schema.LAYOUTS[layout]]
+# --- calls that public functions make ---------------------------------------------------------------
 
 
-def problem(draw: Draw) -> tuple[int, list[int], list[int], int, int, int]:
-    """Draw a layout, [rows, tokens, channels], the number of heads of each tensor, pairs and start."""
-    layout = draw.randrange(len(schema.LAYOUTS))
-    name = schema.LAYOUTS[layout]
-    rows, tokens = draw.size() if "b" in name else 1, draw.size()
-    head_dim = draw.choice(HUGE) if draw.sometimes(0.05) else draw.choice((1, 2, 5, 8, 24, 72, 130))
-    heads = [draw.size() if "h" in name else 1 for _ in range(draw.choice((1, 2)))]
-    if draw.sometimes(0.1):
-        heads[-1] = 0
-    if "b" in name and draw.sometimes(0.05):
-        rows = 0
-    if draw.sometimes(0.05):
-        tokens = 0
-    widest = min(head_dim // 2, 40)
-    pairs = draw.choice((0, widest, widest, draw.randint(0, widest)))
-    start = draw.randint(0, min(head_dim - 2 * pairs, 2**20 - 1))
-    return layout, [rows, tokens, head_dim], heads, pairs, start
+class Recorder(TorchDispatchMode):
+    """Keeps copies of the arguments of each operator of this library, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, list[tuple[Any, list[Any]]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tightrope":
+            own = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), list(args))
+            self.calls.setdefault(func.name().partition("::")[2], []).append((func, own))
+        return func(*args, **(kwargs or {}))
 
 
-def angle_sizes(draw: Draw, rows: int, heads: Sequence[int]) -> list[int]:
-    alike = heads[0] if len(set(heads)) == 1 else 1
-    return [draw.choice((1, rows)), draw.choice((1, alike))]
+# Sizes that differ from each other, so that each can change alone.
+SIZES = {"HEADS": 6, "WIDTH": 24, "CHANNELS": {"whole": (22, 0), "slice": (18, 3)}}
 
 
-def given_phases(
-    draw: Draw, rows: int, heads: Sequence[int], tokens: int, pairs: int, axes: int
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Draw phases, phase words or None, and the number of axes that their positions must have."""
-    sizes = draw.sizes([*angle_sizes(draw, rows, heads), tokens, pairs])
-    given = draw.tensor(sizes, draw.choice((torch.int32, torch.int64)))
+@cache
+def recorded() -> dict[str, list[tuple[Any, list[Any]]]]:
+    """Return the calls of the operators that generated public calls make, forward and backward, by operator."""
+    with patch.multiple(calls, **SIZES), Recorder() as mode:
+        # Phase words by length are words like others.
+        cases = [case for case in calls.CASES[::2] if case["frequencies"] != "by length"]
+        for number, case in enumerate(cases):
+            # With an f or P, float64 runs the definition.
+            wide = case["dtype"] == torch.float64 and {case["act"], case["gate"]} != {"none"}
+            case = {**case, "backend": None, "dtype": torch.float32 if wide else case["dtype"]}
+            calls.Call(case).derivatives()
+            verb = case["verb"].rstrip("_")
+            for each in (verb, f"{verb}_", f"{verb} into"):
+                calls.Call({**case, "verb": each})()
+            caches.check_keys_and_values(case, number, contiguous=number % 3 == 0)
+            caches.check_entries(case, number, undo=number % 2 == 0)
+    with mode:
+        for function in FUNCTIONS.values():
+            leaves, learned = function.new_leaves()
+            torch.autograd.grad(sum(y.sum() for y in function(**leaves)), [*learned.values()])
+    return mode.calls
+
+
+# --- changes of a call ------------------------------------------------------------------------------
+
+
+def numbers(count: int, draw: Draw) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    return torch.randint(-(2**62), 2**62, (count,), generator=generator)
+
+
+def sized(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Return x with other sizes: with what it holds again, or, if they are large, as a view of one element."""
+    count = prod(sizes)
+    if count > FEW or not x.numel():
+        return x.new_ones(1).as_strided(sizes, [0] * len(sizes))
+    for dim, size in enumerate(sizes):
+        if size != x.shape[dim]:
+            x = x.index_select(dim, torch.arange(size) % x.shape[dim])
+    return x
+
+
+def placed(draw: Draw, x: torch.Tensor, written: bool) -> torch.Tensor:
+    """Return x with unused memory on both sides, often permuted, sometimes expanded.
+
+    Dimensions of size 1 may have any stride.
+    """
+    sizes, order = x.shape, list(range(x.dim()))
+    if x.numel() == 0 or x.numel() > FEW:
+        strides = [draw.choice(ANY_STRIDE) if x.numel() == 0 or n == 1 else 0 for n in sizes]
+        return x.new_ones(1).as_strided(sizes, strides)
     if draw.sometimes(0.5):
-        return given, None, 0
-    return given, draw.words(draw.sizes([axes, *angle_sizes(draw, rows, heads), pairs])), axes
+        draw.shuffle(order)
+    strides, step = [0] * x.dim(), 1
+    for d in reversed(order):
+        if draw.sometimes(0.01 if written else 0.05):
+            x = x.narrow(d, 0, 1)  # expanded
+            continue
+        strides[d] = step
+        step *= sizes[d]
+    memory = x.new_ones(step + 2 * MARGIN)
+    memory.as_strided(x.shape, strides, MARGIN).copy_(x)
+    for d, n in enumerate(sizes):
+        if n == 1 and draw.sometimes(0.5):
+            strides[d] = draw.choice(ANY_STRIDE)
+    return memory.as_strided(sizes, strides, MARGIN)
 
 
-def positions_of(
-    draw: Draw, axes: int, rows: int, tokens: int, add_index: bool, tables: bool
-) -> torch.Tensor | None:
-    if add_index and draw.sometimes(0.5):
-        return None
-    sizes = draw.sizes([axes, draw.choice((1, rows)), 1 if add_index else tokens])
-    dtypes = [torch.int32, torch.int64] + [torch.float32, torch.float64] * (not tables)
-    ids = draw.tensor(sizes, draw.choice(dtypes), low=draw.choice((-4, -(2**62))))
-    while ids.dim() > 1 and ids.shape[0] == 1 and draw.sometimes(0.3):
-        ids = ids[0]
-    return ids
+def mistaken(draw: Draw, x: torch.Tensor) -> torch.Tensor:
+    """Return x, occasionally with one size changed, or in another dtype."""
+    if x.dim() and draw.sometimes(0.04):
+        sizes = list(x.shape)
+        sizes[draw.randrange(len(sizes))] = draw.choice((0, 1, 2, *HUGE))
+        return sized(x, sizes)
+    return x.to(draw.choice((*DTYPES, torch.int32))) if draw.sometimes(0.02) else x
 
 
-def offset_of(draw: Draw) -> int:
-    return draw.choice((0, 0, 3, -(2**62), 2**62, 2**63 - 1, -(2**63)))
+def drawn(draw: Draw, beginning: str) -> Call:
+    """Draw a call of an operator whose name begins so: with other sizes everywhere, strides, extreme numbers and mistakes."""
+    names = [name for name in recorded() if name.startswith(beginning)]
+    operator, arguments = draw.choice(recorded()[draw.choice(sorted(names))])
+    given = operator._schema.arguments
+    written = [i for i, each in enumerate(given) if each.alias_info and each.alias_info.is_write]
+    by_name = dict(zip([each.name for each in given], arguments))
+    if "values_scale" in by_name and draw.sometimes(draw.eights):
+        to = draw.choice(FORMATS)
+        for name in ("out_k" if by_name["k"] is not None else "out_q", "out_values"):
+            by_name[name] = None if by_name[name] is None else by_name[name].to(to)
+        by_name["scale"] = torch.ones(1)
+        by_name["values_scale"] = None if by_name["values"] is None else torch.ones(1)
+    if by_name.get("offset") is not None and draw.sometimes(0.5):
+        by_name["offset"] = draw.choice((0, 3, -(2**62), 2**62, 2**63 - 1, -(2**63)))
+    if by_name.get("positions") is not None and draw.sometimes(0.3):
+        ids = by_name["positions"]
+        by_name["positions"] = numbers(ids.numel(), draw).view(ids.shape).to(ids.dtype)
+    if "options" in by_name and draw.sometimes(0.08):
+        flipped = by_name["options"] ^ 1 << draw.randrange(63)
+        by_name["options"] = draw.choice((flipped, draw.getrandbits(63), -1, -(2**63)))
+    arguments = list(by_name.values())
+    sizes = sorted({n for x in tensors_of(arguments) for n in x.shape} - {0, 1})
+    some = {n: draw.choice((0, 1, 1, 2, 3, 5, 9)) for n in sizes if draw.sometimes(0.2)}
+    # The work of gradients grows with these sizes: they are huge without pairs, and gates' only where a head is.
+    huge = sizes if "gate_q" not in by_name else [by_name["y"].shape[-1]]
+    some |= {n: draw.choice(HUGE) for n in huge if draw.sometimes(0.03)}
+    if "words" in by_name and set(HUGE) & set(some.values()):
+        some[by_name["words"].shape[-1]] = 0
 
+    def changed(x: torch.Tensor, written: bool = False) -> torch.Tensor:
+        x = mistaken(draw, sized(x, [some.get(n, n) for n in x.shape]))
+        return placed(draw, x, written)
 
-def packed(draw: Draw, options: schema.Options) -> int:
-    if draw.sometimes(0.1):
-        return draw.choice(
-            (options.pack() ^ 1 << draw.randrange(63), draw.getrandbits(63), -1, -(2**63))
-        )
-    return options.pack()
+    for i, (name, value) in enumerate(by_name.items()):
+        if isinstance(value, list):
+            arguments[i] = [changed(x) for x in value]
+        elif isinstance(value, torch.Tensor):
+            # Slots that are named again would have one of several results, and operators need words that are contiguous.
+            arguments[i] = changed(value, i in written or name == "slots")
+            if name == "slots" and value.numel() and arguments[i].numel() <= FEW:
+                flat = arguments[i].flatten().tolist()
+                once = [-1 if each in flat[:at] else each for at, each in enumerate(flat)]
+                arguments[i].copy_(torch.tensor(once).view(arguments[i].shape))
+            elif value.dtype == torch.int64 and name in ("primary", "secondary", "words", "turns"):
+                arguments[i] = sized(value, [some.get(n, n) for n in value.shape])
+    return operator, arguments, written
 
 
 def rotation(draw: Draw) -> Call:
-    layout, (rows, tokens, head_dim), heads, pairs, start = problem(draw)
-    dtype = draw.choice(DTYPES)
-    source = draw.randrange(len(schema.SOURCES))
-    act = draw.choice((NONE, NONE, draw.randrange(len(ACTS)), RMS_NORM))
-    gate = draw.choice((schema.NO_GATE, schema.NO_GATE, schema.LOG, schema.SLOPE, schema.FACTOR))
-    plain = act == NONE and gate == schema.NO_GATE
-    if dtype == torch.float64 and not plain and draw.sometimes(0.8):  # refused on CPUs
-        dtype = draw.choice([one for one in DTYPES if one != torch.float64])
-    direction = draw.choice((schema.FORWARD, schema.TRANSPOSE))
-    if act == NONE and draw.sometimes(0.3):
-        direction = schema.INVERSE
-    add_index, learned = draw.sometimes(0.7), draw.sometimes(0.2)
-    options = schema.Options(
-        *(layout, start, draw.sometimes(0.5), direction, add_index, source, learned, act, gate),
-        rounding=draw.randrange(len(ROUNDINGS)) if plain else schema.ONCE,
-        narrow=draw.sometimes(0.3),
-        dense=draw.sometimes(0.3),
-    )
-
-    def values(*sizes: int) -> torch.Tensor:
-        return draw.tensor(draw.sizes(sizes), draw.choice(DTYPES))
-
-    axes = 1 if source in TABLES or gate == schema.SLOPE else draw.choice((1, 2))
-    angles = angle_sizes(draw, rows, heads)
-    if pairs == 0 and source == schema.WORDS and gate != schema.SLOPE and draw.sometimes(0.3):
-        axes = draw.choice(HUGE)
-    if source == schema.WORDS:
-        sizes = draw.sizes([axes, *angles, pairs])
-        turns = draw.words(sizes) if draw.sometimes(0.3) else None
-        primary, secondary = draw.words(sizes), turns
-    elif source == schema.PHASES:
-        primary, secondary, axes = given_phases(draw, rows, heads, tokens, pairs, axes)
-    else:
-        width = pairs if source == schema.SOURCES.index("half") else 2 * pairs
-        sizes = draw.sizes([*angles, draw.choice((0, 1, 9)), width])
-        of = draw.choice(DTYPES)
-        primary, secondary = draw.tensor(sizes, of), draw.tensor(sizes, of)
-    end: list[Any] = [
-        primary,
-        secondary,
-        positions_of(draw, axes, rows, tokens, add_index, source in TABLES),
-        offset_of(draw),
-        packed(draw, options),
-        draw.choice((1.0, 0.5)),
-    ]
-    extras = [draw.tensor([1, 1, 1, 1], torch.float32)] if learned else []
-    if act == RMS_NORM:
-        extras += [values(draw.choice((1, n)), head_dim) for n in heads]
-    for n in heads if gate else ():
-        own = [draw.choice((1, n)), draw.choice((1, head_dim))]
-        if gate != schema.SLOPE:
-            own = [draw.choice((1, rows)), own[0], draw.choice((1, tokens)), own[1]]
-        extras.append(values(*own))
-    xs = [shape(layout, rows, n, tokens, head_dim) for n in heads]
-    if act != NONE and direction != schema.FORWARD:
-        extras += [draw.tensor(draw.sizes(one), dtype) for one in xs]
-    carries = bool(extras) or draw.sometimes(0.2)
-    if carries:
-        end += [extras, 1e-6 if act == RMS_NORM else 0.0]
-
-    def operands(*, written: bool) -> list[torch.Tensor | None]:
-        made = [draw.tensor(draw.sizes(one), dtype, written=written) for one in xs]
-        return [*made, *[None] * (2 - len(made))]
-
-    few = not any(n in HUGE for n in (rows if tokens else 0, tokens, head_dim, *heads))
-    if few and draw.sometimes(0.3):
-        end = end if carries else [*end, [], 0.0]
-        return to_slots(draw, layout, (rows, tokens, head_dim), heads, operands(written=False), end)
-    verb = draw.choice((schema.NEW, schema.IN_PLACE, schema.OUT))
-    first = operands(written=verb is schema.IN_PLACE)
-    if verb is schema.OUT:
-        first += operands(written=True)
-    written = {schema.NEW: [], schema.IN_PLACE: [0, 1], schema.OUT: [2, 3]}[verb]
-    return verb.carrying if carries else verb.plain, first + end, written
-
-
-def to_slots(
-    draw: Draw,
-    layout: int,
-    sizes: Sequence[int],
-    heads: Sequence[int],
-    xs: list[torch.Tensor | None],
-    end: list[Any],
-) -> Call:
-    """Draw a call that writes to slots of a cache, or rotates them in place; no slot is named twice."""
-    (rows, tokens, head_dim), dtype = sizes, xs[0].dtype
-    of_cache, name = layout, schema.LAYOUTS[layout]
-    blocks = 1 if "b" not in name else draw.choice((0, 1, 2, 3))
-    if "b" not in name and draw.sometimes(0.5):
-        of_cache, blocks = (
-            schema.LAYOUTS.index("bshd" if "h" in name else "bsd"),
-            draw.choice((0, 1, 3)),
-        )
-    entries = draw.choice((0, 1, 4, 5, 19))
-    eight = draw.choice(FORMATS) if draw.sometimes(draw.eights) else None
-    contiguous = eight is not None and draw.sometimes(0.3)
-
-    def cache(heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        own = draw.sizes(shape(of_cache, blocks, heads, entries, width))
-        if contiguous:
-            own = shape(layout, rows, heads, tokens, width)
-        if eight is not None:
-            return draw.tensor(own, torch.uint8, written=True).view(eight)
-        return draw.tensor(own, dtype, written=True)
-
-    own = [tokens] if rows == 1 and draw.sometimes(0.5) else [rows, tokens]
-    slots = draw.tensor(draw.sizes(own), draw.choice((torch.int32, torch.int64)), written=True)
-    if slots.numel() <= FEW:
-        chosen = torch.full((slots.numel(),), -1)
-        some = list(range(blocks * entries + draw.sometimes(0.05)))
-        draw.shuffle(some)
-        some = some[: len(chosen)]
-        chosen[: len(some)] = torch.tensor(some, dtype=chosen.dtype)
-        slots.copy_(chosen.flip(0).view(slots.shape))
-    if len(heads) == 1 and eight is None and draw.sometimes(0.3):
-        return schema.rotate_slots_, [cache(heads[0], head_dim, dtype), slots, *end], [0]
-    outs = [
-        draw.tensor(shape(layout, rows, n, tokens, head_dim), dtype, written=True)
-        for n in heads[:-1]
-    ]
-    outs = [*outs, cache(heads[-1], head_dim, dtype), *[None] * (2 - len(heads))]
-    if not end[-2] and eight is None and draw.sometimes(0.4):
-        return schema.rotate_slots, [*xs, *outs, slots, *end[:-2]], [2, 3]
-    values: list[torch.Tensor | None] = [None, None]
-    if draw.sometimes(0.7):
-        n, width = 1 if "h" not in name else draw.choice((1, 3)), draw.choice((1, 7, 16))
-        of = dtype if draw.sometimes(0.95) else draw.choice(DTYPES)
-        values = [
-            draw.tensor(draw.sizes(shape(layout, rows, n, tokens, width)), of),
-            cache(n, width, of),
-        ]
-    scales: list[torch.Tensor | None] = [None, None]
-    if eight is not None:
-        counts = heads[-1], None if values[0] is None else n
-        scales = [
-            None if one is None else draw.tensor([draw.choice((1, one))], torch.float32)
-            for one in counts
-        ]
-    index = None if contiguous else slots
-    arguments = [*xs, values[0], *outs, values[1], index, *scales, *end]
-    return schema.rotate_slots_extras, arguments, [3, 4, 5]
-
-
-def results(
-    draw: Draw, layout: int, sizes: Sequence[int], heads: Sequence[int]
-) -> list[torch.Tensor | None]:
-    """Draw y, z and their gradients."""
-    (rows, tokens, head_dim), dtype = sizes, draw.choice(DTYPES)
-    found: list[torch.Tensor | None] = []
-    for _ in range(2):
-        made = [
-            draw.tensor(draw.sizes(shape(layout, rows, n, tokens, head_dim)), dtype) for n in heads
-        ]
-        found += [*made, *[None] * (2 - len(made))]
-    return found
+    return drawn(draw, "rotate")
 
 
 def angle_gradients(draw: Draw) -> Call:
-    layout, (rows, tokens, head_dim), heads, pairs, start = problem(draw)
-    # The work grows with these sizes, so huge ones are tested without pairs, that is, without work.
-    if max(rows, tokens, *heads) in HUGE:
-        pairs, start = 0, 0
-    add_index, axes = draw.sometimes(0.7), draw.choice((1, 2))
-    if pairs == 0 and draw.sometimes(0.3):
-        axes = draw.choice(HUGE)
-    sizes = draw.sizes([axes, *angle_sizes(draw, rows, heads), pairs])
-    words, turns = draw.words(sizes), draw.words(sizes) if draw.sometimes(0.3) else None
-    source = draw.choice((schema.WORDS, schema.WORDS, schema.PHASES))
-    if source == schema.PHASES:
-        words, turns, axes = given_phases(draw, rows, heads, tokens, pairs, axes)
-    options = schema.Options(
-        layout, start, draw.sometimes(0.5), draw.choice((0, 2)), add_index, source
-    )
-    arguments = [
-        *results(draw, layout, (rows, tokens, head_dim), heads),
-        words,
-        turns,
-        positions_of(draw, axes, rows, tokens, add_index, False),
-        offset_of(draw),
-        packed(draw, options),
-        draw.sometimes(0.1 if source == schema.PHASES else 0.5),
-        draw.sometimes(0.5),
-    ]
-    return schema.angle_gradients, arguments, []
+    return drawn(draw, "angle_gradients")
 
 
 def gate_gradients(draw: Draw) -> Call:
-    layout, (rows, tokens, head_dim), heads, _, start = problem(draw)
-    # The work grows with these sizes, so huge ones become 3. A huge head_dim stays: such
-    # a head does not fit into memory, so the call fails.
-    if rows * tokens * max(heads) != 0:
-        rows, tokens, *heads = (3 if n in HUGE else n for n in (rows, tokens, *heads))
-    add_index, gate = draw.sometimes(0.7), draw.choice((schema.LOG, schema.SLOPE))
-    gates: list[torch.Tensor | None] = []
-    for n in heads:
-        own = [draw.choice((1, n)), draw.choice((1, head_dim))]
-        if gate == schema.LOG:
-            own = [draw.choice((1, rows)), own[0], draw.choice((1, tokens)), own[1]]
-        gates.append(draw.tensor(draw.sizes(own), draw.choice(DTYPES)))
-    options = schema.Options(
-        layout, start, direction=draw.choice((0, 2)), add_index=add_index, gate=gate
-    )
-    arguments = [
-        *results(draw, layout, (rows, tokens, head_dim), heads),
-        *gates,
-        *[None] * (2 - len(gates)),
-        positions_of(draw, 1, rows, tokens, add_index, False),
-        offset_of(draw),
-        packed(draw, options),
-    ]
-    return schema.gate_gradients, arguments, []
+    return drawn(draw, "gate_gradients")
 
 
 def phases(draw: Draw) -> Call:
-    """Draw a call of phase_words or phase_sums, whose tensors are alike."""
-    sizes = [draw.size() for _ in range(4)]
-    if draw.sometimes(0.2):
-        sizes[draw.randrange(4)] = draw.choice((0, 40, 70))
-    rows, heads, tokens, pairs = sizes
-    back, running = draw.sometimes(0.4), draw.sometimes(0.8)
-    dtype = draw.choice(DTYPES[:2]) if back else draw.choice(DTYPES)
-    x = draw.tensor(draw.sizes([draw.choice((1, rows)), heads, tokens, pairs]), dtype)
-    own = [draw.choice((1, rows)), heads, pairs]
-    kind = dtype if back else torch.int64
-    start = draw.tensor(draw.sizes(own), kind) if running and draw.sometimes(0.5) else None
-    reset = None
-    if running and draw.sometimes(0.5):
-        reset = draw.tensor(draw.sizes([draw.choice((1, rows)), tokens]), torch.uint8)
-        reset = reset.view(torch.bool) if draw.sometimes(0.7) else reset
-    if back:
-        return schema.phase_sums, [x, start, reset], []
-    return schema.phase_words, [x, start, reset, running, draw.sometimes(0.5)], []
+    return drawn(draw, draw.choice(("phase_words", "phase_sums")))
 
 
 # What draws a call, of each kind.
@@ -529,7 +329,7 @@ def unread_by(operator: Callable[..., Any], arguments: list[Any]) -> torch.Tenso
     """Return the tensor of a call that its kernel does not read, if there is one."""
     if operator is schema.gate_gradients:  # only slopes are multiplied by positions
         return arguments[6] if schema.options_of(arguments[8]).gate == schema.LOG else None
-    if operator in (schema.rotate_extras, schema.rotate_extras_, schema.rotate_extras_into):
+    if any(each.name == "extras" for each in operator._schema.arguments):
         *_, options, _, extras, _ = arguments
         return extras[0] if schema.options_of(options).learned else None  # only autograd reads it
     return None
@@ -550,11 +350,12 @@ def freed_storages(
             operator, arguments, _ = of(Draw(seed))
             if any(x.numel() == 0 or x.numel() > FEW for x in tensors_of(arguments)):
                 continue
-            plain = [tame(one) for one in arguments]
-            operator(*plain)
+            arguments = [tame(one) for one in arguments] if tamed else arguments
+            with warnings.catch_warnings():  # that an extreme number overflows
+                warnings.simplefilter("ignore")
+                operator(*arguments)
         except RuntimeError:
             continue
-        arguments = plain if tamed else arguments
         others = tensors_of(arguments)
         unread = unread_by(operator, arguments)
         for x in [one for one in others if one is not unread]:

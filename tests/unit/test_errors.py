@@ -1,6 +1,5 @@
 """The `public` decorator, which prefixes errors with the operation's name, and the test helper that checks it."""
 
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from tests.support.helpers import assert_form
 from tests.support.refused_calls import refused_calls
 from tightrope import functional
-from tightrope._errors import bad_index, bad_type, bad_value, public, unsupported
+from tightrope._errors import bad_value, public
 
 
 @public("double")
@@ -50,49 +49,6 @@ def test_the_innermost_edge_names_itself(call: Any, named: str) -> None:
         call(WIDE)
     assert str(caught.value) == f"[{named}] {RULE}"
     assert_form(caught.value, ValueError, named)
-
-
-@pytest.mark.parametrize(
-    ("made", "kind"),
-    [
-        (bad_value, ValueError),
-        (bad_type, TypeError),
-        (bad_index, IndexError),
-        (unsupported, NotImplementedError),
-    ],
-)
-def test_a_refusal_becomes_the_plain_error(made: Any, kind: type[Exception]) -> None:
-    @public("here")
-    def refuse() -> None:
-        raise made("a rule")
-
-    with pytest.raises(kind) as caught:
-        refuse()
-    assert_form(caught.value, kind, "here")
-    shown = "".join(traceback.format_exception(caught.value))
-    assert "During handling" not in shown
-    assert "Refusal" not in shown
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(
-            ValueError(text)
-            for text in ("[here] a rule", "a rule.", "[here] a rule..", "[here] a\nrule.")
-        ),
-        *(
-            TypeError("[here] a rule."),
-            UnicodeError("[here] a rule."),
-            ValueError("[there] a rule."),
-        ),
-    ],
-    ids=repr,
-)
-def test_other_forms_are_noticed(error: Exception) -> None:
-    assert_form(ValueError("[here] a rule (x: float32[2, 8])."), ValueError, "here")
-    with pytest.raises(AssertionError):
-        assert_form(error, ValueError, "here")
 
 
 @public("sum_of")

@@ -17,8 +17,8 @@ from tightrope import RopeSpec, frequencies, nn, stacks
 from tightrope.axes import Axes
 from tightrope.frequencies import RULES, DynamicNTK, Given, Linear, LongRoPE, Rule, YaRN
 
-ROWS = Path(__file__).with_name("spec").joinpath("specs.jsonl").read_text(encoding="utf-8")
-SPECS = [RopeSpec.from_dict(json.loads(row)["spec"]) for row in ROWS.splitlines()]
+ROWS = rows_of(Path(__file__).with_name("spec") / "specs.jsonl")
+SPECS = [RopeSpec.from_dict(row["spec"]) for row in ROWS]
 OF_RULES = [*dict.fromkeys(spec.scaling for spec in SPECS if spec.scaling)]
 YARN = YaRN(32.0, 4096)
 # A value for each field that differs from that of YARN.

@@ -29,7 +29,7 @@ def test_the_environment_forces_a_set(isa: str) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, isa or SETS[0]), done.stderr
 
 
-@pytest.mark.parametrize("name", ["avx1024", "AVX2", "avx2 ", "best"])
+@pytest.mark.parametrize("name", ["AVX2", "avx2 "])
 def test_an_unknown_set_is_an_import_error(name: str) -> None:
     """In a process of its own, because torch 2.10 registers no operator twice."""
     program = """
@@ -104,7 +104,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("number", LARGE)
 def test_sets_and_threads_change_no_bit(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results and gradients are those of the same operations in the same order.

@@ -72,7 +72,7 @@ def assert_of_paper(rule: Rule, d: int, base: float, length: int | None = None) 
 # --- the default rule, and the results of all ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("rotary_dim", [0, 2, 4, 6, 10, 64, 128, 250, 512, 4096])
+@pytest.mark.parametrize("rotary_dim", [0, 2, 4, 6, 10, 64, 128, 250, 1024])
 def test_default_rule_has_the_digits_of_a_word(rotary_dim: int) -> None:
     for base in (1e-9, 1e-3, 1.0, 2.0, 1e2, 1e4, 5e5, 1e7, 1e9, 1e300, 0.1):
         made = frequencies.default(rotary_dim, base)
@@ -121,7 +121,8 @@ factors = st.one_of(st.sampled_from([0.5, 1.0, 4.0]), st.floats(0.01, 1e5))
 trained = st.one_of(st.integers(2, 40), st.sampled_from([4096, 8192]), st.integers(2, 2**21))
 turns = st.one_of(st.sampled_from([1.0, 3.0, 32.0]), st.floats(0.01, 500))
 betas = st.one_of(st.tuples(turns, turns).map(sorted), turns.map(lambda one: [one, one]))
-bands = st.tuples(st.floats(0.01, 100), st.floats(0.01, 100)).filter(lambda ends: len({*ends}) == 2)
+bands = st.tuples(st.floats(0.01, 100), st.floats(0.01, 100))
+bands = st.one_of(bands, st.floats(0.01, 100).map(lambda end: (end, end)))  # Llama 4 Scout has none
 mscales = st.one_of(st.none(), st.just(0.0), st.floats(0.01, 10))
 ANY = st.one_of(
     st.builds(Linear, factors),
@@ -147,7 +148,7 @@ beside = st.integers(-1, 2)  # lengths around the original one, where rules swit
 NARROW = 4096 / (2 * math.pi) * 1e4 ** (-2 * 19.9995 / 64)
 
 
-@settings(PROFILE, max_examples=600)
+@settings(PROFILE, max_examples=300)
 @example(YaRN(4.0, 4096, NARROW, NARROW, truncate=False), 64, 1e4, None, 0)
 @given(
     rule=ANY,
@@ -226,16 +227,6 @@ def test_the_softmax_scale_of_deepseek() -> None:
         YaRN(1.0, 4096, mscale_all_dim=1.0),
     ):
         assert rule.softmax_scaling == 1.0
-
-
-def test_llama3_without_a_band_is_a_step() -> None:
-    """With low_freq_factor = high_freq_factor, as in Llama 4 Scout, no pair is blended."""
-    kept = frequencies.default(128, 5e5).exact
-    divided = Linear(16.0).frequencies(128, 5e5).exact
-    made = Llama3(16.0, 1.0, 1.0, 8192).frequencies(128, 5e5).exact
-    slow = [float(omega) * 8192 < 2 * math.pi for omega in kept]
-    assert made == tuple(b if s else a for a, b, s in zip(kept, divided, slow, strict=True))
-    assert 0 < sum(slow) < 64
 
 
 # --- length ---------------------------------------------------------------------------------------

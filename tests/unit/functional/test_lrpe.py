@@ -119,15 +119,6 @@ def test_packed_sequences_begin_anew() -> None:
     assert_same_bits(lrpe_rotate_1d(x, theta, packed, "silu"), torch.cat(parts, 1))
 
 
-def test_16_bit_angles_warn_at_the_line_of_the_caller() -> None:
-    theta, x = noise(8, dtype=torch.bfloat16), noise(2, 5, 4, 16)
-    match = r"^\[theta\] frequencies .* are bfloat16, .* pass theta\.float\(\) if"
-    with pytest.warns(UserWarning, match=match) as caught:
-        lrpe_rotate_1d(x, theta)
-    assert [warning.filename for warning in caught] == [__file__]
-    lrpe_rotate_1d(x, theta.float())
-
-
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("act, dim", [call for call in CALLS if call != ("softmax", 1)], ids=str)
 def test_x_is_kept_only_where_a_slope_needs_it(act: Any, dim: int | None, learns: bool) -> None:

@@ -165,28 +165,6 @@ def test_functions_of_seeds_and_the_module_take_it() -> None:
 # --- complex numbers --------------------------------------------------------------------------------
 
 
-def of_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate by complex numbers, as the original code of Llama, DeepSeek and Mistral does."""
-    turns = torch.complex(cos[..., 0::2].contiguous(), sin[..., 0::2].contiguous())
-    numbers = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(numbers * turns).flatten(3).type_as(x)
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_complex_products_have_the_bits_of_wide(dtype: torch.dtype) -> None:
-    """tests/coverage/test_rows.py compares real functions of other libraries."""
-    cos, sin = (oracle.join(t[:, ::2], t[:, ::2], True) for t in tables_for(64, torch.float32))
-    results = []
-    for rotation in (
-        lambda q, k: (of_meta(q, cos, sin), of_meta(k, cos, sin)),
-        lambda q, k: rotate_full(q, k, cos, sin, True, "wide"),
-    ):
-        xs = [x.detach().clone().requires_grad_() for x in qk(64, dtype)]
-        ys = rotation(*xs)
-        results.append((*ys, *torch.autograd.grad(ys, xs, qk(64, dtype, seed=2))))
-    assert_same_bits(*results)
-
-
 # --- gradients and transforms ---------------------------------------------------------------------
 
 

@@ -116,8 +116,7 @@ def test_meta_and_fake_tensors(name: str, fake: bool) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("rotary", "learned", "positional", "lrpe of heads", "lrpe softmax"),
-        *("polar slope", "polar by length"),
+        *("rotary", "learned", "positional", "lrpe of heads", "lrpe softmax", "polar by length"),
     ],
 )
 def test_one_graph(name: str) -> None:

@@ -18,7 +18,14 @@ from tests.support.matrix import both_pairings, every_backend
 from tests.support.tolerances import assert_near, assert_same_bits
 from tightrope import RopeSpec, gates
 from tightrope.frequencies import DynamicNTK, Given
-from tightrope.functional import rotate, rotate_, rotate_qk, rotate_qk_
+from tightrope.functional import (
+    lrpe_rotate_1d,
+    lrpe_rotate_1d_,
+    rotate,
+    rotate_,
+    rotate_qk,
+    rotate_qk_,
+)
 from tightrope.nn import LrpeRotate1d, RotaryEmbedding
 from tightrope.ops import schema
 
@@ -67,6 +74,8 @@ WARNING: dict[str, Callable[[], object]] = {
     "rotate_qk_": lambda: rotate_qk_(X * 1, X * 2, SPEC.at(inv_freq=NARROWED), act="silu"),
     "module": lambda: LAYERS(noise(1, 3, 2, 8)),
     "rotary module": lambda: ROTARY(X),
+    "lrpe": lambda: lrpe_rotate_1d(noise(1, 3, 2, 8), NARROWED),
+    "lrpe_": lambda: lrpe_rotate_1d_(noise(1, 3, 2, 8), NARROWED),
     "checkpoint": lambda: checkpoint(rotate, X, SPEC.at(inv_freq=NARROWED), use_reentrant=False),
 }
 

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from tests.support import oracle
 from tests.support.helpers import noise, on
 from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_near, assert_same_bits
@@ -31,20 +30,6 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def angles(*shape: int) -> torch.Tensor:
     return 30 * noise(*shape, seed=9)
-
-
-@every_backend
-def test_phases_alone(backend: str) -> None:
-    """With frequencies of zero, only the phases turn, whatever the positions."""
-    spec, angle = spec_of(alone=True), angles(ROWS, HEADS, TOKENS, PAIRS)
-    x = noise(ROWS, HEADS, TOKENS, DIM)
-    got = on(backend, rotate, x, spec.at(10**9, phases=phases.given(angle)))
-    want = oracle.turned(x, angle.cos(), angle.sin(), 2)
-    assert_near(got, want, "float64 ways")
-    zero = phases.given(torch.zeros(1, 1, TOKENS, 1))
-    for own, at in ((spec, 0), (spec_of(), 7)):
-        plain = on(backend, rotate, x, own, at)
-        assert_same_bits(on(backend, rotate, x, own.at(at, phases=zero)), plain)
 
 
 @every_backend

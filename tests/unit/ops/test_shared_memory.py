@@ -70,7 +70,7 @@ COMPILERS = (None, "aot_eager", *(["inductor"] if INDUCTOR else []))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @every_pair(
     lambda case: case.get("kind", "a weight") in OF_TWO or case.get("compiler") is None,
     kind=tuple(KINDS),
@@ -107,7 +107,7 @@ WAYS = [
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind, way, backend", WAYS)
 def test_transforms_and_gradients(kind: str, way: str, backend: str | None) -> None:
     """Calls under autograd use q's old values, or the backward pass raises an error."""

@@ -234,26 +234,6 @@ def test_a_large_gradient_in_one_sequence_leaves_the_others(reset: list[int]) ->
     assert_same_bits(found, schema.phase_sums(grad, None, starts)[0])
 
 
-@pytest.mark.parametrize("dims", [(0, None, None), (None, 1, 0), (3, 0, 1), (None, None, 0)])
-def test_vmap(dims: tuple[int | None, ...]) -> None:
-    x, state, reset = noise(1, 3, 5, 4), state_of(noise(1, 3, 1, 4), 2), noise(1, 5) < -1
-    given = [
-        t if d is None else torch.stack([t, t.roll(1, -1), t], d)
-        for t, d in zip((x, state.words, reset), dims, strict=True)
-    ]
-
-    def run(x: torch.Tensor, words: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = phases.running(x, PhaseState(words, torch.zeros_like(words).double()), reset)
-        alone = phases.given(x).words(wide=False) if dims[0] is not None else made.words(False)
-        return made.words(False), made.words(True), made.state.words, alone
-
-    rows = [
-        run(*[t if d is None else t.select(d, i) for t, d in zip(given, dims, strict=True)])
-        for i in range(3)
-    ]
-    assert_same_bits(torch.vmap(run, dims)(*given), [torch.stack(ys) for ys in zip(*rows)])
-
-
 # --- compiled code --------------------------------------------------------------------------------
 
 

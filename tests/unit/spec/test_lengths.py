@@ -19,14 +19,12 @@ from tests.support.by_length import (
     RULES,
     TRAINED,
     UNEQUAL,
-    amplitude,
     assert_exact,
     every_rule,
     spec_of,
 )
-from tests.support.helpers import noise, on
-from tests.support.matrix import every_backend
-from tests.support.tolerances import assert_near, assert_same_bits
+from tests.support.helpers import noise
+from tests.support.tolerances import assert_same_bits
 from tightrope import RopeSpec, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Rule, YaRN
@@ -310,30 +308,6 @@ def test_sequences_of_the_original_length_may_start_again() -> None:
 
 
 # --- attention scaling ----------------------------------------------------------------------------
-
-SCALED: dict[str, tuple[Rule, int]] = {
-    "yarn": (YaRN(4.0, TRAINED), 12),
-    "yarn, given": (YaRN(4.0, TRAINED, attention_factor=0.7), 12),
-    "longrope": (RULES["longrope"], 12),
-    "unequal, short": (UNEQUAL, 4096),
-    "unequal, long": (UNEQUAL, 4097),
-}
-
-
-@every_backend
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("name", SCALED)
-def test_the_rotated_channels_are_scaled(name: str, interleaved: bool, backend: str) -> None:
-    rule, length = SCALED[name]
-    spec, x, where = spec_of(rule, interleaved), noise(2, 3, 1, 12), length - 1
-    assert spec.attention_scaling(length) == amplitude(rule, length) != 1.0
-    turned = {}
-    for inverse in (False, True):
-        y = turned[inverse] = on(backend, rotate, x, spec, where, inverse=inverse)
-        assert_exact(y, x, spec, [where], length, inverse=inverse)
-        assert_same_bits(y[..., [0, 1, 10, 11]], x[..., [0, 1, 10, 11]])
-    back = on(backend, rotate, turned[False], spec, where, inverse=True)
-    assert_near(back, x, "float64 ways")
 
 
 def test_rows_of_equal_factors_may_be_together() -> None:

@@ -5,7 +5,6 @@ Lengths are not read while compiling, while exporting, or on a device.
 
 import copy
 import gc
-import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,18 +22,19 @@ from tests.support.helpers import in_threads, noise
 from tests.support.kept_tensors import tensors_of
 from tests.support.matrix import every_pair
 from tests.support.tolerances import assert_rotations, assert_same_bits, dynamic_drift, value
+from tests.support.written_calls import rows_of
 from tightrope import RopeSpec, angles, positions
 from tightrope.axes import Axes
 from tightrope.frequencies import DynamicNTK, Given, LongRoPE, YaRN
 from tightrope.functional import rotate
 
 # Specs with every rule, as dictionaries of format 1.
-ROWS = Path(__file__).with_name("specs.jsonl").read_text(encoding="utf-8").splitlines()
-RULED = {row["name"]: RopeSpec.from_dict(row["spec"]) for row in map(json.loads, ROWS)}
+ROWS = rows_of(Path(__file__).with_name("specs.jsonl"))
+RULED = {row["name"]: RopeSpec.from_dict(row["spec"]) for row in ROWS}
 every_spec = pytest.mark.parametrize("name", RULED)
 
 
-def rows_of(spec: RopeSpec, dim: int, length: int | None) -> list[list[Any]]:
+def omegas_of(spec: RopeSpec, dim: int, length: int | None) -> list[list[Any]]:
     """Return the papers' frequencies of a spec's rule for ``dim`` channels, [axes · heads][pairs]."""
     if not isinstance(spec.scaling, Given):
         return [truth.of(spec.scaling, dim, spec.base, length)]
@@ -47,9 +47,9 @@ def expected(spec: RopeSpec, length: int | None) -> tuple[torch.Tensor, torch.Te
     """Return the exact phase words and turns, [axes, 1, heads, pairs]; 0 on axes that do not rotate a pair."""
     rotary_dim, axes, zero = spec.rotary_dim, spec.axes, oracle.MP.mpf(0)
     if axes is None:
-        rows = rows_of(spec, rotary_dim, length)
+        rows = omegas_of(spec, rotary_dim, length)
     else:
-        own = {dim: rows_of(spec, dim, length) for _, _, dim in axes.pairs}
+        own = {dim: omegas_of(spec, dim, length) for _, _, dim in axes.pairs}
         rows = [
             [own[dim][head][index] if owner == axis else zero for owner, index, dim in axes.pairs]
             for axis in range(axes.count)
@@ -104,7 +104,7 @@ WIDTHS = st.sampled_from([2, 4, 6, 64, 96, 128, 256]) | st.integers(1, 100).map(
 BEYOND = st.integers(0, LONGEST) | st.integers(4090, 9000) | st.integers(0, 3)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     rule=st.builds(DynamicNTK, FACTORS, LIMITS),
     base=BASES,

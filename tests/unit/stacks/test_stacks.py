@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tests.support.helpers import noise, on
 from tests.support.matrix import every_backend
 from tests.support.tolerances import assert_same_bits, value
+from tests.support.written_calls import rows_of
 from tightrope import Axes, RopeSpec, frequencies, functional, positions, stacks
 from tightrope.frequencies import DynamicNTK, Given, Linear, Llama3, Rule, YaRN
 from tightrope.functional import rotate, rotate_, rotate_qk
@@ -34,9 +34,9 @@ NEAR, FAR = torch.arange(TOKENS)[None], torch.tensor([[0], [5]]) + torch.arange(
 SPEC = RopeSpec(DIM, base=50000.0)
 
 # Rules, and their parameters in a configuration of transformers with max_position_embeddings 512.
-ROWS = Path(__file__).with_name("rules.jsonl").read_text(encoding="utf-8").splitlines()
-THEIRS = {row["name"]: row["transformers"] for row in map(json.loads, ROWS)}
-RULES = {row["name"]: row["ours"] and Rule.from_dict(row["ours"]) for row in map(json.loads, ROWS)}
+ROWS = rows_of(Path(__file__).with_name("rules.jsonl"))
+THEIRS = {row["name"]: row["transformers"] for row in ROWS}
+RULES = {row["name"]: row["ours"] and Rule.from_dict(row["ours"]) for row in ROWS}
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
