@@ -175,13 +175,13 @@ TIGHTROPE_REGISTER_END
 #undef TIGHTROPE_TWIN
 #endif
 
-// The lower half of a register; the upper half repeats it.
+// The lower half of a register; the upper half repeats it. Loads of doubles go to a register without a detour.
 template <>
 struct Register<2> : Register<4> {
-  typedef uint64_t Halves __attribute__((vector_size(16)));
+  typedef double Halves __attribute__((vector_size(16)));
 
   static Halves half(const void* at) {
-    uint64_t two;
+    double two;
     memcpy(&two, at, sizeof(two));
     return Halves{two, two};
   }
@@ -189,7 +189,7 @@ struct Register<2> : Register<4> {
   static Words read(const Twin* at) { return (Words)half(at); }
   template <bool>
   static void write(Twin* at, Words x) {
-    const uint64_t two = ((Halves)x)[0];
+    const double two = ((Halves)x)[0];
     memcpy((void*)at, &two, sizeof(two));
   }
   static void split(Floats first, Floats second, Floats* even, Floats* odd) {
@@ -426,11 +426,33 @@ struct Block<A, BFloat16, true, lanes> {
   bool has_factors = false;
 };
 
+template <class T>
+struct Type {
+  using Of = T;
+};
+
+// A block, and one of a narrower register after it.
+template <class First, class Second>
+struct Both {
+  static constexpr int64_t kPairs = First::kPairs + Second::kPairs, kThen = First::kPairs;
+
+  TIGHTROPE_INLINE void take(const Row<float>& r, int64_t at, int64_t n) {
+    first.take(r, at, n), second.take(r, at + kThen, n);
+  }
+  template <bool streams, class T>
+  TIGHTROPE_INLINE void turn(const T* u, const T* v, T* y, T* z) const {
+    first.template turn<streams>(u, v, y, z);
+    second.template turn<streams>(u + kThen, v + kThen, y + kThen, z + kThen);
+  }
+
+  First first;
+  Second second;
+};
+
 // Rotates `blocks` blocks of pairs of all heads; their angles start at pair `at`.
-template <class A, bool interleaved, bool streams, int lanes, int blocks, class Stored>
+template <class B, bool interleaved, bool streams, int blocks, class Stored>
 inline void rotate_blocks(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t at,
                           int64_t n, int64_t bytes, const Row<float>& r) {
-  using B = Block<A, typename A::Format, interleaved, lanes>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
   B block[blocks];
 #pragma GCC unroll 8
@@ -454,22 +476,27 @@ inline void rotate_blocks(const Heads<Stored>& heads, int64_t channel, int64_t o
 template <class A, bool interleaved, class Stored>
 TIGHTROPE_INLINE void rotate_token(const Heads<Stored>& heads, int64_t channel, int64_t other, int64_t n, int64_t bytes,
                                    const Row<float>& r) {
-  using Widest = Block<A, typename A::Format, interleaved, kWidest>;
+  using F = typename A::Format;
+  using Widest = Block<A, F, interleaved, kWidest>;
   constexpr int64_t kPair = interleaved ? 2 : 1;
   int64_t at = 0;
-  const auto turn = [&](auto lanes, auto blocks) {
-    constexpr int64_t kTaken = blocks.value * Widest::kPairs * lanes.value / kWidest;
+  const auto turn_blocks = [&](auto block, auto blocks) {
+    using B = typename decltype(block)::Of;
+    constexpr int64_t kTaken = blocks.value * B::kPairs;
     if (n - at < kTaken) return false;
     const int64_t fetched = at == 0 ? bytes : 0;
     // Streamed halves are whole cache lines, for which the widest registers suffice but for a few neighbours.
-    constexpr bool kStreams = lanes.value == kWidest;
+    constexpr bool kStreams = kIs<B, Widest>;
     if (kStreams && heads.streams) {
-      rotate_blocks<A, interleaved, kStreams, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
+      rotate_blocks<B, interleaved, kStreams, blocks.value>(heads, channel, other, at, n, fetched, r);
     } else {
-      rotate_blocks<A, interleaved, false, lanes.value, blocks.value>(heads, channel, other, at, n, fetched, r);
+      rotate_blocks<B, interleaved, false, blocks.value>(heads, channel, other, at, n, fetched, r);
     }
     at += kTaken;
     return true;
+  };
+  const auto turn = [&](auto lanes, auto blocks) {
+    return turn_blocks(Type<Block<A, F, interleaved, lanes.value>>(), blocks);
   };
   constexpr int kFit = kForAngles / Widest::kAngleRegisters;
   constexpr int kMost = kFit > 4 ? 4 : kFit;
@@ -479,10 +506,12 @@ TIGHTROPE_INLINE void rotate_token(const Heads<Stored>& heads, int64_t channel, 
   if constexpr (kMost > 2) turn(Is<kWidest>(), Is<2>());
   turn(Is<kWidest>(), Is<1>());
   if constexpr (kWidest > 8) turn(Is<8>(), Is<1>());
+  if constexpr (kTwins<F> && !interleaved)
+    turn_blocks(Type<Both<Block<A, F, false, 4>, Block<A, F, false, 2>>>(), Is<1>());
   turn(Is<4>(), Is<1>());
-  if constexpr (kTwins<typename A::Format> && !interleaved) turn(Is<2>(), Is<1>());
+  if constexpr (kTwins<F> && !interleaved) turn(Is<2>(), Is<1>());
   for (; at < n; ++at) {
-    const int64_t k = slot(kTwins<typename A::Format> && !interleaved, at, n);
+    const int64_t k = slot(kTwins<F> && !interleaved, at, n);
     const Stored* in = heads.in + channel + at * kPair;
     Stored* out = heads.out + channel + at * kPair;
     for (int64_t head = 0; head < heads.count; ++head) {
