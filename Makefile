@@ -4,6 +4,7 @@
 #   make test       the tests of the library, except slow ones, which rarely fail if the others pass
 #   make test-tools the tests of the tools, the benchmarks, other libraries' models and the repository, except slow ones
 #   make test-slow  the slow tests of all these
+#   make test-rest  all tests that make test leaves out: of the tools, and slow ones
 #   make emulate    the Triton kernels, compiled for four kinds of GPU and executed on the CPU (an hour)
 #   make lint       formatting, lint, imports, types
 #   make check      lint, spelling, documentation and the code in it
@@ -41,7 +42,7 @@ BUILD := $(BIN)/python setup.py --quiet build_native --inplace
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-tools test-slow emulate versions tritons lint check coverage harden mutants site wheel wheels clean
+.PHONY: help demo test test-tools test-slow test-rest emulate versions tritons lint check coverage harden mutants site wheel wheels clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -65,6 +66,10 @@ test-tools: $(READY)
 
 test-slow: $(READY)
 	$(PYTEST) -m 'slow and not emulated' $(ARGS)
+
+# All that `make test` leaves out, in one run.
+test-rest: $(READY)
+	$(PYTEST) -m '(slow or tools) and not emulated' $(ARGS)
 
 # An hour: compiled GPU code, executed on the CPU.
 emulate: $(READY)

@@ -117,7 +117,7 @@ def pytest_unconfigure() -> None:
 
 
 # The packages without which tests are skipped.
-LIBRARIES = """accelerate comfy_kitchen diffusers einops gguf jax kernels liger_kernel matplotlib onnxruntime onnxscript
+LIBRARIES = """accelerate comfy_kitchen diffusers einops gguf kernels liger_kernel matplotlib onnxruntime onnxscript
     playwright rotary_embedding_torch safetensors timm torchtitan transformers triton x_transformers""".split()
 INSTRUCTION_SETS = {
     "avx512bf16": "AVX-512 with bfloat16",
@@ -151,14 +151,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
 
 
+TOOLS = tuple(f"tests/{name}/" for name in ("tools", "benchmarks", "coverage", "repository"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `@pytest.mark.one_in(n)`: keep one in n cases of a test, and mark the others as slow.
+    """Mark the tests in folders of tools; and for `@pytest.mark.one_in(n)`, all but one in n cases of a test as slow.
 
     The kept cases are drawn with the name of the test, without its file, as seed: they are always the
     same, also after a file has moved.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
+        if item.nodeid.startswith(TOOLS):
+            item.add_marker("tools")
         if item.get_closest_marker("one_in"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test, found in cases.items():

@@ -25,7 +25,6 @@ PACKAGES = (
     "triton",
     "rotary-embedding-torch",
     "onnxruntime",
-    "jax",
     "safetensors",
     "gguf",
     "matplotlib",
