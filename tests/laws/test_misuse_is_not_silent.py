@@ -26,6 +26,7 @@ from tightrope.functional import (
     rotary_pos_embedding,
     rotate,
     rotate_,
+    rotate_qk,
 )
 from tightrope.nn import RotaryPositionalEmbedding
 
@@ -252,3 +253,11 @@ def test_a_method_that_a_gate_overrides_is_called(method: str, gate: Any, act: s
     )
     assert_near(kept, plain, "float32 ways")
     assert not torch.equal(gated, plain)
+
+
+def test_gates_of_q_and_k_whose_class_compares_tensors() -> None:
+    """A dataclass compares its fields by ==, which has no truth value for tensors of several numbers."""
+    own = dataclasses.dataclass(frozen=True)(type("Own", (gates.Exp,), {}))
+    pair = own(torch.full((8,), 0.5)), own(torch.linspace(0, 1, 8))
+    for y, gate in zip(rotate_qk(X, X, SPEC, gate=pair), pair, strict=True):
+        assert_same_bits(y, rotate(X, SPEC, gate=gate))
