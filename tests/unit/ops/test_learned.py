@@ -20,7 +20,6 @@ from tightrope import RopeSpec, gates
 from tightrope.frequencies import DynamicNTK, Given
 from tightrope.functional import (
     lrpe_rotate_1d,
-    lrpe_rotate_1d_,
     rotate,
     rotate_,
     rotate_qk,
@@ -75,7 +74,6 @@ WARNING: dict[str, Callable[[], object]] = {
     "module": lambda: LAYERS(noise(1, 3, 2, 8)),
     "rotary module": lambda: ROTARY(X),
     "lrpe": lambda: lrpe_rotate_1d(noise(1, 3, 2, 8), NARROWED),
-    "lrpe_": lambda: lrpe_rotate_1d_(noise(1, 3, 2, 8), NARROWED),
     "checkpoint": lambda: checkpoint(rotate, X, SPEC.at(inv_freq=NARROWED), use_reentrant=False),
 }
 
