@@ -28,7 +28,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 @pytest.fixture(autouse=True)
 def _process_settings() -> Iterator[None]:
-    """Restore threads, instruction set and torch's defaults (dtype, device) after each test."""
+    """Restore threads, instruction set and torch's defaults (dtype, device) after each test; end its process group."""
     threads, instruction_set = torch.get_num_threads(), cpu.instruction_set()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     yield
@@ -39,6 +39,8 @@ def _process_settings() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     if torch.get_default_device() != device:
         torch.set_default_device(None)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

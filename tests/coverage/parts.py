@@ -57,6 +57,7 @@ class Megatron(torch.nn.Module):
         if not torch.distributed.is_initialized():
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            parallel_state.destroy_model_parallel()  # of a group that is gone
             parallel_state.initialize_model_parallel()
         self.model = gpt_model.GPTModel(
             TransformerConfig(use_cpu_initialization=True, **config),
