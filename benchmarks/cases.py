@@ -350,22 +350,14 @@ _GRID = (
     *_shaped("training 2048", (*_PREFILL, 8), _TWO, work="training"),
 )
 _GROUPS = "^(tightrope, (a spec|tables|half tables)|eager|complex eager|compiled .*)$"
-_WIDTHS = (
-    *(
-        case
-        for width in range(8, 257, 8)
-        for case in _shaped(f"head_dim {width}", (1, 16, 512, width), _ONCE)
-    ),
-    *(
-        case
-        for part in range(16, 256, 16)
-        for case in _shaped(f"{part} of 256", (1, 8, 512, 256), _ONCE, rotary_dim=part)
-    ),
-    *(
-        case
-        for heads in range(1, 9)
-        for case in _shaped(f"{heads} heads", (1, heads, 4096, 128), _ONCE)
-    ),
+_WIDTHS = tuple(
+    case
+    for name, shape, part in (
+        *((f"head_dim {width}", (1, 16, 512, width), None) for width in range(8, 257, 8)),
+        *((f"{part} of 256", (1, 8, 512, 256), part) for part in range(16, 256, 16)),
+        *((f"{heads} heads", (1, heads, 4096, 128), None) for heads in range(1, 9)),
+    )
+    for case in _shaped(name, shape, _ONCE, rotary_dim=part)
 )
 
 # ---- calls of Python, of other modules and of whole models ----------------------------------------
