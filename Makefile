@@ -54,15 +54,14 @@ demo: $(if $(wildcard $(READY)),$(READY),$(DEMO))
 # One thread per process: more would only compete for the cores. Tests of threading set their own
 # number of threads. DOCUMENTS are tested in `make check`.
 DOCUMENTS := tests/repository/test_docs.py tests/repository/test_site.py
-TOOL_TESTS := tests/tools tests/benchmarks tests/coverage tests/repository
 TEST := -n $(WORKERS) --dist worksteal $(DOCUMENTS:%=--ignore=%)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST)
 
 test: $(READY)
-	$(PYTEST) $(TOOL_TESTS:%=--ignore=%) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not slow and not tools' $(ARGS)
 
 test-tools: $(READY)
-	$(PYTEST) $(TOOL_TESTS) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'tools and not slow' $(ARGS)
 
 test-slow: $(READY)
 	$(PYTEST) -m 'slow and not emulated' $(ARGS)

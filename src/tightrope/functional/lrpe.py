@@ -94,10 +94,9 @@ def lrpe_rotate_1d(
         # Compute in a wide dtype and round once, at the end.
         act, x = None, torch.softmax(x.to(value_dtype(x)), 1)
     rope = prepared(spec, as_positions(where, sharded=True), x.device, inv_freq=angles)
-    stages = stages_of(act, None, 1)
-    return perform(Request(("x",), "new", x, None, rope, None, _LAYOUTS[x.dim()], stages=stages))[
-        0
-    ].to(dtype)
+    layout, stages = _LAYOUTS[x.dim()], stages_of(act, None, 1)
+    (y,) = perform(Request(("x",), "new", x, None, rope, None, layout, stages=stages))
+    return y.to(dtype)
 
 
 def _check(x: torch.Tensor, act: Act, dim: int | None, offset: object) -> bool:
